@@ -1,0 +1,1 @@
+"""Backends: each says what it cannot do, and launches what it can."""

@@ -1,0 +1,106 @@
+"""What every backend is: reasons against a call, a forward and a backward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..core.problem import AttentionProblem
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionTensors:
+    """The tensors of one call; an operand that is absent is None.
+
+    Attributes:
+        q: (batch, seqlen_q, nheads, head_dim), or (total_q, nheads, head_dim) in varlen.
+        k: (batch, seqlen_k, nheads_kv, head_dim), or (total_k, nheads_kv, head_dim).
+        v: (batch, seqlen_k, nheads_kv, head_dim_v), or (total_k, nheads_kv, head_dim_v).
+        attn_bias: four dimensions that broadcast to (batch, nheads, seqlen_q, seqlen_k), or in varlen
+            (nheads or 1, total_q, max_seqlen_k); floating (added) or bool (True is seen).
+        alibi_slopes: (batch, nheads) or (nheads,), float32.
+        sink: (nheads,).
+        cu_seqlens_q, cu_seqlens_k: (batch + 1,) integers, varlen only.
+        seqused_q, seqused_k: (batch,) integers, varlen only.
+        seed: (1,) int64, present exactly when dropout is on.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    attn_bias: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    sink: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    seqused_q: Tensor | None = None
+    seqused_k: Tensor | None = None
+    seed: Tensor | None = None
+
+    def with_(self, **changes: Tensor | None) -> AttentionTensors:
+        """A copy in which the named tensors are others."""
+        return replace(self, **changes)
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Which gradients a backward must compute."""
+
+    dq: bool = True
+    dk: bool = True
+    dv: bool = True
+    dbias: bool = False
+    dsink: bool = False
+
+
+@dataclass(slots=True)
+class Gradients:
+    """What a backward computed; None where it was not wanted."""
+
+    dq: Tensor | None = None
+    dk: Tensor | None = None
+    dv: Tensor | None = None
+    dbias: Tensor | None = None
+    dsink: Tensor | None = None
+
+
+def lse_dtype(q: Tensor) -> torch.dtype:
+    """The dtype in which the ops hand lse from forward to backward.
+
+    On a CPU that is float64: beside scores of thousands float32 has no digits left for the logarithm of the sum,
+    and the recomputed probabilities would not add up to one. Users get float32 (float64 for float64 inputs).
+    """
+    return torch.float64 if q.device.type == "cpu" or q.dtype == torch.float64 else torch.float32
+
+
+class Backend(Protocol):
+    """One way to compute attention."""
+
+    name: str
+    algorithms: tuple[str, ...]  # the first is what "auto" takes
+    automatic: bool  # whether backend="auto" may take it
+
+    def supports(self, problem: AttentionProblem) -> tuple[str, ...]:
+        """The reasons against this call; empty when it can be taken."""
+        ...
+
+    def fwd(self, problem: AttentionProblem, tensors: AttentionTensors, algorithm: str) -> tuple[Tensor, Tensor]:
+        """out, contiguous in q's dtype, and lse, (batch, nheads, seqlen_q) or (nheads, total_q)."""
+        ...
+
+    def bwd(
+        self,
+        problem: AttentionProblem,
+        tensors: AttentionTensors,
+        out: Tensor,
+        lse: Tensor,
+        dout: Tensor,
+        dlse: Tensor | None,
+        wanted: Wanted,
+        algorithm: str,
+    ) -> Gradients:
+        """Gradients of <out, dout> + <lse, dlse>, contiguous, each in its input's dtype."""
+        ...

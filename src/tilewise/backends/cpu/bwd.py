@@ -1,0 +1,163 @@
+"""The backward of FlashAttention and FlashAttention-2 on a CPU: outer loop over key blocks, recomputation.
+
+FlashAttention-2 (Dao 2023) Algorithm 2; the first paper's Algorithm 4 is the same loop with m and l where this one
+reads lse = m + log l. Over key blocks j (outer) and query blocks i (inner), with Z = keep / (1 - dropout_p):
+
+    S = Q_i K_j^T            P = exp(S - lse_i)
+    dV_j += (P Z)^T dO_i     dP = (dO_i V_j^T) Z      dS = P (dP - delta_i)
+    dK_j += dS^T Q_i         dQ_i += dS K_j           delta_i = rowsum(dO_i O_i) - dlse_i
+
+dQ is accumulated in float32 over key blocks in their order, so every run adds alike.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .score import NEG_INF, Scores, accumulate, hidden_free
+from .tiles import BlockSizes, Chunk, block_sizes, store_rows
+
+BLOCK_M, BLOCK_N = 256, 256
+
+
+class ChunkGradients:
+    """Where one chunk's gradients go: views of the results, None where not wanted."""
+
+    def __init__(
+        self,
+        dq: Tensor | None,  # (B, Sq, Hk, G, D)
+        dk: Tensor | None,  # (B, Sk, Hk, D)
+        dv: Tensor | None,  # (B, Sk, Hk, Dv)
+        dbias: Tensor | None,  # shape of the chunk's attn_bias, work dtype, added to
+        dsink: Tensor | None,  # (Hk, G), work dtype, added to
+    ) -> None:
+        self.dq, self.dk, self.dv, self.dbias, self.dsink = dq, dk, dv, dbias, dsink
+
+    @property
+    def needs_ds(self) -> bool:
+        return self.dq is not None or self.dk is not None or self.dbias is not None
+
+
+def bwd(
+    chunk: Chunk,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    grads: ChunkGradients,
+) -> None:
+    """Computes the gradients of one chunk.
+
+    Args:
+        chunk: the call's tensors.
+        out, dout: (B, Sq, Hk, G, Dv).
+        lse: (B, Hk, G, Sq) float64, natural units.
+        dlse: (B, Hk, G, Sq) or None.
+        grads: where results are written.
+    """
+    c = chunk
+    scores = Scores(c, dout)
+    size = block_sizes(BLOCK_M, BLOCK_N, c.group, c.seqlen_q, c.seqlen_k)
+    lse = lse.unsqueeze(-1)  # (B, Hk, G, Sq, 1)
+    delta = _preprocess(c, out, lse, dout, dlse, size.BLOCK_M)
+    scores.tame = scores.tame and bool(torch.isfinite(delta).all())
+    if grads.dsink is not None:
+        assert c.sink is not None
+        p_sink = torch.exp(c.sink.double()[..., None] - lse)
+        grads.dsink.sub_((p_sink * delta).sum((0, 3, 4)))
+    reference, correction = scores.from_lse(lse)
+    # exp(S - lse) = P' * correction: the row factor goes to dO and delta, which are small
+    delta.mul_(correction)
+    starts = range(0, c.seqlen_q, size.BLOCK_M)
+    acc_dq = None
+    if grads.dq is not None:
+        b, hk = c.q.shape[0], c.q.shape[2]
+        acc_dq = [
+            torch.zeros(b, hk, c.group, min(size.BLOCK_M, c.seqlen_q - start), c.q.shape[-1], dtype=c.work_dtype)
+            for start in starts
+        ]
+    for n_start in range(0, c.seqlen_k, size.BLOCK_N):
+        n = range(n_start, min(n_start + size.BLOCK_N, c.seqlen_k))
+        _key_block(c, scores, n, size, dout, reference, correction, delta, grads, acc_dq)
+    if grads.dq is not None and acc_dq is not None:
+        for start, acc in zip(starts, acc_dq, strict=True):
+            store_rows(grads.dq, start, start + acc.shape[3], acc.mul_(c.softmax_scale))
+
+
+def _preprocess(chunk: Chunk, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, block: int) -> Tensor:
+    """delta (B, Hk, G, Sq, 1) in the work dtype; 0 in rows without keys."""
+    delta = torch.empty(lse.shape, dtype=chunk.work_dtype)
+    for start in range(0, chunk.seqlen_q, block):
+        stop = min(start + block, chunk.seqlen_q)
+        do, o = (chunk.by_row(chunk.row_block(name, x, start, stop)) for name, x in (("do", dout), ("o", out)))
+        delta[:, :, :, start:stop] = do.mul_(o).sum(-1, keepdim=True)
+    if dlse is not None:
+        delta.sub_(dlse.unsqueeze(-1))
+    return delta.masked_fill_(lse == NEG_INF, 0.0)
+
+
+def _key_block(
+    chunk: Chunk,
+    scores: Scores,
+    n: range,
+    size: BlockSizes,
+    dout: Tensor,
+    reference: Tensor,
+    correction: Tensor,
+    delta: Tensor,
+    grads: ChunkGradients,
+    acc_dq: list[Tensor] | None,
+) -> None:
+    """dK and dV of one key block, and its share of dQ and dbias."""
+    c = chunk
+    k = c.col_block("k", c.k, n.start, n.stop)
+    v = c.col_block("v", c.v, n.start, n.stop)
+    acc_dk = c.scratch.take("acc_dk", c.nmat, len(n), k.shape[-1]).zero_()
+    acc_dv = c.scratch.take("acc_dv", c.nmat, len(n), v.shape[-1]).zero_()
+    first, last = c.mask.rows_of(n.start, n.stop, c.seqlen_q, c.seqlen_k)
+    for block in range(first // size.BLOCK_M, -(-last // size.BLOCK_M) if first < last else 0):
+        m_start = block * size.BLOCK_M
+        m = range(max(m_start, first), min(m_start + size.BLOCK_M, last))
+        rows = slice(m.start, m.stop)
+        q = scores.load_q(m.start, m.stop)
+        do = c.row_block("do", dout, m.start, m.stop)
+        c.by_row(do).mul_(correction[:, :, :, rows])
+        s, dcap = scores.tile(q, k, m, n, slope=True)
+        seen = hidden_free(scores, s)
+        c.by_row(s).sub_(reference[:, :, :, rows])
+        if scores.natural:
+            s.clamp_(max=0.0)  # s <= lse; beside |lse| > 2^24 rounding may say otherwise
+        p = scores.exp_(s)
+        keep_scale = scores.keep_scale(m, n)
+        if grads.dv is not None:
+            weights = p
+            if keep_scale is not None:
+                weights = torch.mul(p, keep_scale, out=c.scratch.take("pz", *p.shape))
+            accumulate(c, acc_dv, weights.mT, do, None if seen is None else seen.mT)
+        if not grads.needs_ds:
+            continue
+        dp = torch.bmm(do, v.mT, out=c.scratch.take("dp", *p.shape))
+        if keep_scale is not None:
+            dp.mul_(keep_scale)
+        c.by_row(dp).sub_(delta[:, :, :, rows])
+        ds = dp.mul_(p)
+        if seen is not None:
+            ds.masked_fill_(~seen, 0.0)
+        if grads.dbias is not None:
+            into = scores.bias_tile(grads.dbias, m, n)
+            into.add_(c.by_row(ds).sum_to_size(into.shape))
+        if dcap is not None:
+            ds.mul_(dcap)
+        if grads.dk is not None:
+            accumulate(c, acc_dk, ds.mT, q, None if seen is None else seen.mT)
+        if acc_dq is not None:
+            acc = acc_dq[block][:, :, :, m.start - m_start : m.stop - m_start]
+            accumulate(c, acc, ds, k, seen)
+    b, hk = c.k.shape[0], c.k.shape[2]
+    cols = slice(n.start, n.stop)
+    if grads.dk is not None:  # q came times q_factor
+        acc_dk.mul_(c.softmax_scale / scores.q_factor if scores.q_factor else 0.0)
+        grads.dk[:, cols].copy_(acc_dk.view(b, hk, len(n), -1).transpose(1, 2))
+    if grads.dv is not None:
+        grads.dv[:, cols].copy_(acc_dv.view(b, hk, len(n), -1).transpose(1, 2))

@@ -1,0 +1,250 @@
+"""What a CPU call is cut into: chunks of heads, tiles of rows and columns, and the buffers they reuse.
+
+All heads of a chunk go through one batched matmul. Query heads that share a key head are stacked as rows of one
+matrix, so grouped heads need no copy of K or V. Tile-sized buffers are made once per chunk and reused: on a CPU,
+fresh pages cost more than the exponentials.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ...core.mask import MaskSpec
+from ...core.problem import VARLEN, AttentionProblem
+from ...formats import varlen
+from ..base import AttentionTensors
+
+# One score tile of a chunk holds at most this many elements: 4 MiB in float32, within a shared L3 cache.
+TILE_ELEMENTS = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSizes:
+    """Rows (per query head) and columns of a score tile."""
+
+    BLOCK_M: int
+    BLOCK_N: int
+
+
+def block_sizes(rows: int, cols: int, group: int, seqlen_q: int, seqlen_k: int) -> BlockSizes:
+    """Shrinks a preferred tile to the call: ``group`` query heads share the rows of one matrix.
+
+    Both sizes are multiples of 16, the granule of the dropout mask.
+    """
+
+    def up(n: int) -> int:
+        return max(16, -(-n // 16) * 16)
+
+    return BlockSizes(min(up(rows // group), up(seqlen_q)), min(up(cols), up(seqlen_k)))
+
+
+@dataclass(slots=True)
+class Scratch:
+    """Named flat buffers, grown on demand and handed out as contiguous views."""
+
+    dtype: torch.dtype
+    _flat: dict[tuple[str, torch.dtype], Tensor] = field(default_factory=dict)
+
+    def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """An uninitialised tensor of this shape; the next call of the same name reuses its memory."""
+        key = (name, dtype or self.dtype)
+        size = math.prod(shape)
+        flat = self._flat.get(key)
+        if flat is None or flat.numel() < size:
+            flat = self._flat[key] = torch.empty(size, dtype=key[1])
+        return flat[:size].view(shape)
+
+
+@dataclass(slots=True)
+class Chunk:
+    """Some batch entries and key heads of one call, as views.
+
+    Sizes: B batch entries, Hk key heads, G query heads to each, S rows, D or Dv columns.
+    """
+
+    q: Tensor  # (B, Sq, Hk, G, D)
+    k: Tensor  # (B, Sk, Hk, D)
+    v: Tensor  # (B, Sk, Hk, Dv)
+    attn_bias: Tensor | None  # (B or 1, Hk or 1, G or 1, Sq or 1, Sk or 1)
+    alibi_slopes: Tensor | None  # (B, Hk, G, 1, 1), work dtype
+    sink: Tensor | None  # (1, Hk, G, 1), work dtype
+    batches: range  # numbers of the batch entries, for dropout
+    heads: range  # numbers of the query heads, for dropout
+    seed: int | None
+    mask: MaskSpec
+    softmax_scale: float
+    softcap: float
+    dropout_p: float
+    scratch: Scratch
+
+    @property
+    def work_dtype(self) -> torch.dtype:
+        """What scores and accumulators are held in."""
+        return self.scratch.dtype
+
+    @property
+    def seqlen_q(self) -> int:
+        return self.q.shape[1]
+
+    @property
+    def seqlen_k(self) -> int:
+        return self.k.shape[1]
+
+    @property
+    def group(self) -> int:
+        return self.q.shape[3]
+
+    @property
+    def nmat(self) -> int:
+        """Matrices in a batched matmul."""
+        return self.q.shape[0] * self.q.shape[2]
+
+    def row_block(self, name: str, x: Tensor, start: int, stop: int, scale: float = 1.0) -> Tensor:
+        """Rows of a (B, S, Hk, G, D) tensor as (B * Hk, G * n, D) in the work dtype, times scale."""
+        rows = x[:, start:stop].permute(0, 2, 3, 1, 4)  # (B, Hk, G, n, D)
+        buf = self.scratch.take(name, *rows.shape)
+        buf.copy_(rows)
+        if scale != 1.0:
+            buf.mul_(scale)
+        return buf.view(self.nmat, -1, x.shape[-1])
+
+    def col_block(self, name: str, x: Tensor, start: int, stop: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Rows of a (B, S, Hk, D) tensor as (B * Hk, n, D); a view where it can be.
+
+        The dtype is the work dtype unless another is given.
+        """
+        dtype = dtype or self.work_dtype
+        rows = x[:, start:stop].transpose(1, 2)  # (B, Hk, n, D)
+        if rows.dtype == dtype and rows.shape[0] == 1 and rows.stride(-1) == 1:
+            return rows[0]
+        buf = self.scratch.take(name, *rows.shape, dtype=dtype)
+        return buf.copy_(rows).view(self.nmat, -1, x.shape[-1])
+
+    def value_block(self, name: str, start: int, stop: int) -> Tensor:
+        """Rows of v for the forward: bfloat16 stays, everything else comes in the work dtype.
+
+        P V may be taken in bfloat16, which rounds what will be rounded anyway; Q K^T may not. float16 has no fast
+        matmul on a CPU.
+        """
+        dtype = torch.bfloat16 if self.v.dtype == torch.bfloat16 else None
+        return self.col_block(name, self.v, start, stop, dtype)
+
+    def by_row(self, x: Tensor) -> Tensor:
+        """(B * Hk, G * n, C) as (B, Hk, G, n, C)."""
+        b, hk = self.q.shape[0], self.q.shape[2]
+        return x.view(b, hk, self.group, -1, x.shape[-1])
+
+
+def store_rows(dest: Tensor, start: int, stop: int, block: Tensor) -> None:
+    """Writes (B, Hk, G, n, D) to rows of a (B, S, Hk, G, D) tensor, in its dtype."""
+    dest[:, start:stop].copy_(block.permute(0, 3, 1, 2, 4))
+
+
+def work_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float64 stays; everything else is accumulated in float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+@dataclass(slots=True)
+class Slot:
+    """Where a chunk lies in its sequence: batch entries, key heads, and the sequence's rows."""
+
+    sequence: varlen.SequenceRows | None
+    batch: slice
+    kv_heads: slice
+
+    def rows(self, x: Tensor, of_keys: bool) -> Tensor:
+        """A packed or dense tensor as (B, S, heads, ...), this slot's batch and rows alone."""
+        if self.sequence is None:
+            return x[self.batch]
+        s = self.sequence
+        return x[None, s.k_start : s.k_stop] if of_keys else x[None, s.q_start : s.q_stop]
+
+    def queries(self, x: Tensor, group: int) -> Tensor:
+        """(..., nheads, D) of queries to (B, Sq, Hk, G, D)."""
+        return self.rows(x, of_keys=False).unflatten(2, (-1, group))[:, :, self.kv_heads]
+
+    def keys(self, x: Tensor) -> Tensor:
+        """(..., nheads_kv, D) of keys to (B, Sk, Hk, D)."""
+        return self.rows(x, of_keys=True)[:, :, self.kv_heads]
+
+    def stats(self, x: Tensor, group: int) -> Tensor:
+        """lse-like (B, nheads, Sq) or (nheads, total_q) to (B, Hk, G, Sq)."""
+        if self.sequence is None:
+            x = x[self.batch]
+        else:
+            x = x[None, :, self.sequence.q_start : self.sequence.q_stop]
+        return x.unflatten(1, (-1, group))[:, self.kv_heads]
+
+    def bias(self, x: Tensor, group: int) -> Tensor:
+        """attn_bias to (B or 1, Hk or 1, G or 1, Sq or 1, Sk or 1)."""
+        if self.sequence is not None:
+            s = self.sequence
+            x = x[None, :, s.q_start : s.q_stop, : s.k_stop - s.k_start]
+        elif x.shape[0] != 1:
+            x = x[self.batch]
+        if x.shape[1] == 1:
+            return x.unsqueeze(2)
+        return x.unflatten(1, (-1, group))[:, self.kv_heads]
+
+
+def slots(problem: AttentionProblem, tensors: AttentionTensors, tile_elements: int) -> Iterator[Slot]:
+    """Cuts a call into slots whose score tile of ``tile_elements`` per key head stays in bounds."""
+    fit = max(1, TILE_ELEMENTS // max(1, tile_elements))  # (batch, key head) pairs
+    heads = min(fit, problem.nheads_kv)
+    kv_slices = [slice(h, h + heads) for h in range(0, problem.nheads_kv, heads)]
+    if problem.layout == VARLEN:
+        assert tensors.cu_seqlens_q is not None and tensors.cu_seqlens_k is not None
+        found = varlen.sequences(
+            tensors.cu_seqlens_q,
+            tensors.cu_seqlens_k,
+            total_q=tensors.q.shape[0],
+            total_k=tensors.k.shape[0],
+            max_seqlen_q=problem.seqlen_q,
+            max_seqlen_k=problem.seqlen_k,
+            seqused_q=tensors.seqused_q,
+            seqused_k=tensors.seqused_k,
+        )
+        for sequence in found:
+            for kv in kv_slices:
+                yield Slot(sequence, slice(sequence.index, sequence.index + 1), kv)
+        return
+    batches = max(1, fit // problem.nheads_kv)
+    for b in range(0, problem.batch, batches):
+        for kv in kv_slices:
+            yield Slot(None, slice(b, min(b + batches, problem.batch)), kv)
+
+
+def make_chunk(problem: AttentionProblem, tensors: AttentionTensors, slot: Slot, scratch: Scratch) -> Chunk:
+    """The views of one slot."""
+    t, group = tensors, problem.group
+    kv = range(*slot.kv_heads.indices(problem.nheads_kv))
+    slopes = sink = None
+    if t.alibi_slopes is not None:
+        slopes = t.alibi_slopes if t.alibi_slopes.dim() == 2 else t.alibi_slopes[None]
+        if slopes.shape[0] != 1:
+            slopes = slopes[slot.batch]
+        slopes = slopes.to(scratch.dtype).unflatten(1, (-1, group))[:, slot.kv_heads, :, None, None]
+    if t.sink is not None:
+        sink = t.sink.to(scratch.dtype).view(1, -1, group, 1)[:, slot.kv_heads]
+    return Chunk(
+        q=slot.queries(t.q, group),
+        k=slot.keys(t.k),
+        v=slot.keys(t.v),
+        attn_bias=None if t.attn_bias is None else slot.bias(t.attn_bias, group),
+        alibi_slopes=slopes,
+        sink=sink,
+        batches=range(slot.batch.start, slot.batch.stop),
+        heads=range(kv.start * group, kv.stop * group),
+        seed=None if t.seed is None else int(t.seed),
+        mask=problem.mask,
+        softmax_scale=problem.softmax_scale,
+        softcap=problem.softcap,
+        dropout_p=problem.dropout_p,
+        scratch=scratch,
+    )

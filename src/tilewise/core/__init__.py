@@ -1,0 +1,1 @@
+"""Facts of attention in plain Python: neither torch nor triton is imported here."""

@@ -1,0 +1,1 @@
+"""The torch operators: schemas, fake implementations, autograd, vmap."""
