@@ -1,7 +1,7 @@
 """tilewise: exact attention, tile by tile.
 
-FlashAttention, FlashAttention-2 and their successors as a pure-Python package. ``import tilewise as flash_attn`` is a
-drop-in for flash-attn's functions.
+FlashAttention, FlashAttention-2 and their successors as a pure-Python package. ``import tilewise as
+flash_attn`` is a drop-in for flash-attn's functions.
 """
 
 from ._version import __version__

@@ -1,7 +1,7 @@
 """The public functions: flash-attn's names and argument order, with keyword-only additions.
 
-``import tilewise as flash_attn`` is a drop-in for the functions below. What every function shares is said once, in
-``flash_attn_func``.
+``import tilewise as flash_attn`` is a drop-in for the functions below. What every function shares
+is said once, in ``flash_attn_func``.
 """
 
 from __future__ import annotations
@@ -68,45 +68,50 @@ def flash_attn_func(
 
     Args:
         q: (batch, seqlen_q, nheads, head_dim); float16, bfloat16, float32 or float64, any strides.
-        k: (batch, seqlen_k, nheads_kv, head_dim), of q's dtype and device. Query head h reads key head
-            h // (nheads / nheads_kv).
+        k: (batch, seqlen_k, nheads_kv, head_dim), of q's dtype and device. Query head h reads key
+            head h // (nheads / nheads_kv).
         v: (batch, seqlen_k, nheads_kv, head_dim_v).
         dropout_p: probability of dropping a weight, in [0, 1).
         softmax_scale: factor of q k^T; 1 / sqrt(head_dim) when None.
         causal: a query sees keys up to its diagonal, which ends in the bottom right corner.
-        window_size: (left, right), how many keys a query sees to either side of its diagonal; -1 is without limit.
-            ``causal`` sets right to 0.
+        window_size: (left, right), how many keys a query sees to either side of its diagonal; -1 is
+            without limit. ``causal`` sets right to 0.
         softcap: scores become softcap * tanh(score / softcap); 0 is off.
-        alibi_slopes: (nheads,) or (batch, nheads), no gradient; scores fall by slope * distance from the diagonal.
+        alibi_slopes: (nheads,) or (batch, nheads), no gradient; scores fall by slope * distance
+            from the diagonal.
         deterministic: equal bits run to run; also on under ``torch.use_deterministic_algorithms``.
-        return_attn_probs: return (out, lse, probabilities), the last (batch, nheads, seqlen_q, seqlen_k) after
-            dropout, without gradient: O(N^2), for testing.
-        attn_bias: broadcasts to (batch, nheads, seqlen_q, seqlen_k); floating is added to the scores and has a
-            gradient (-inf hides a key), bool is True where a query may see a key.
-        sink: (nheads,), one more logit for each head that takes part in the softmax without a value.
+        return_attn_probs: return (out, lse, probabilities), the last (batch, nheads, seqlen_q,
+            seqlen_k) after dropout, without gradient: O(N^2), for testing.
+        attn_bias: broadcasts to (batch, nheads, seqlen_q, seqlen_k); floating is added to the
+            scores and has a gradient (-inf hides a key), bool is True where a query may see a key.
+        sink: (nheads,), one more logit for each head that takes part in the softmax without a
+            value.
         return_lse: return (out, lse); lse is differentiable.
         backend: "auto", or a backend's name, which is then taken or refused.
         algorithm: "auto", or "fa1", "fa2", "fa3" where the backend has it.
-        seed: of dropout, an int or an int64 tensor of one element; drawn from torch's generator when None.
+        seed: of dropout, an int or an int64 tensor of one element; drawn from torch's generator
+            when None.
         validate: check values inside tensors on a device too, which synchronises.
 
     Returns:
-        out (batch, seqlen_q, nheads, head_dim_v) in q's dtype, contiguous. With ``return_lse`` also lse
-        (batch, nheads, seqlen_q), the natural logarithm of the sum of exponentials, float32 (float64 for float64).
-        A query that sees no key has out = 0 and lse = -inf (lse = sink with a sink).
+        out (batch, seqlen_q, nheads, head_dim_v) in q's dtype, contiguous. With ``return_lse`` also
+        lse (batch, nheads, seqlen_q), the natural logarithm of the sum of exponentials, float32
+        (float64 for float64). A query that sees no key has out = 0 and lse = -inf (lse = sink with
+        a sink).
 
     Raises:
         InvalidInputError: an argument cannot be right; the message names it.
         UnsupportedError: no backend, or not the named one, can take the call; the message says why.
 
-    Source: FlashAttention (Dao et al., 2022) and FlashAttention-2 (Dao, 2023); meaning as in flash-attn 2.8.
+    Source: FlashAttention (Dao et al., 2022) and FlashAttention-2 (Dao, 2023); meaning as in
+        flash-attn 2.8.
 
     >>> import torch, tilewise
     >>> q, k, v = (torch.randn(1, 5, 2, 8) for _ in range(3))
     >>> out, lse = tilewise.flash_attn_func(q, k, v, causal=True, return_lse=True)
     >>> out.shape, lse.shape
     (torch.Size([1, 5, 2, 8]), torch.Size([1, 2, 5]))
-    >>> torch.equal(out[:, 0], v[:, 0])  # the first query sees the first key alone
+    >>> torch.allclose(out[:, 0], v[:, 0])  # the first query sees the first key alone
     True
     """
     options = Options(
@@ -132,8 +137,8 @@ def flash_attn_qkvpacked_func(
 
     Args:
         qkv: (batch, seqlen, 3, nheads, head_dim).
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs:
-            as in ``flash_attn_func``.
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+            return_attn_probs: as in ``flash_attn_func``.
         **additions: the keyword-only arguments of ``flash_attn_func``.
 
     Returns:
@@ -168,8 +173,8 @@ def flash_attn_kvpacked_func(
     Args:
         q: (batch, seqlen_q, nheads, head_dim).
         kv: (batch, seqlen_k, 2, nheads_kv, head_dim).
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs:
-            as in ``flash_attn_func``.
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+            return_attn_probs: as in ``flash_attn_func``.
         **additions: the keyword-only arguments of ``flash_attn_func``.
 
     Returns:
@@ -216,22 +221,23 @@ def flash_attn_varlen_func(
 ) -> Result:
     """Attention within each of several packed sequences.
 
-    Causal, windows, ALiBi and dropout count rows and columns within the sequence. What is not said here is as in
-    ``flash_attn_func``.
+    Causal, windows, ALiBi and dropout count rows and columns within the sequence. What is not said
+    here is as in ``flash_attn_func``.
 
     Args:
         q: (total_q, nheads, head_dim).
         k: (total_k, nheads_kv, head_dim).
         v: (total_k, nheads_kv, head_dim_v).
-        cu_seqlens_q, cu_seqlens_k: (batch + 1,) integers, the sequences' boundaries. Rows past the last one are
-            slack: out = 0, lse = -inf, no gradient.
+        cu_seqlens_q, cu_seqlens_k: (batch + 1,) integers, the sequences' boundaries. Rows past the
+            last one are slack: out = 0, lse = -inf, no gradient.
         max_seqlen_q, max_seqlen_k: ints, at least the longest sequence.
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic: as in
             ``flash_attn_func``.
-        return_attn_probs: as in ``flash_attn_func``; the probabilities are (batch, nheads, max_seqlen_q,
-            max_seqlen_k), zero past each sequence.
+        return_attn_probs: as in ``flash_attn_func``; the probabilities are (batch, nheads,
+            max_seqlen_q, max_seqlen_k), zero past each sequence.
         block_table: holds flash-attn's place; anything but None is refused.
-        attn_bias: (nheads or 1, total_q, max_seqlen_k), columns counted within the sequence; floating or bool.
+        attn_bias: (nheads or 1, total_q, max_seqlen_k), columns counted within the sequence;
+            floating or bool.
         sink, return_lse, backend, algorithm, seed, validate: as in ``flash_attn_func``.
         seqused_q, seqused_k: (batch,) integers, how many of each sequence's first rows are used.
 
@@ -239,7 +245,8 @@ def flash_attn_varlen_func(
         out (total_q, nheads, head_dim_v); with ``return_lse`` also lse (nheads, total_q).
 
     Raises:
-        InvalidInputError: an argument cannot be right, or a boundary decreases or points past the data.
+        InvalidInputError: an argument cannot be right, or a boundary decreases or points past the
+            data.
         UnsupportedError: no backend can take the call.
 
     >>> import torch, tilewise
@@ -277,8 +284,8 @@ def flash_attn_varlen_qkvpacked_func(
         qkv: (total, 3, nheads, head_dim).
         cu_seqlens: (batch + 1,) integers, of queries and keys alike.
         max_seqlen: int, at least the longest sequence.
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs:
-            as in ``flash_attn_varlen_func``.
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+            return_attn_probs: as in ``flash_attn_varlen_func``.
         **additions: the keyword-only arguments of ``flash_attn_varlen_func``.
 
     Returns:
@@ -318,8 +325,8 @@ def flash_attn_varlen_kvpacked_func(
         q: (total_q, nheads, head_dim).
         kv: (total_k, 2, nheads_kv, head_dim).
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k: as in ``flash_attn_varlen_func``.
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs:
-            as in ``flash_attn_varlen_func``.
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+            return_attn_probs: as in ``flash_attn_varlen_func``.
         **additions: the keyword-only arguments of ``flash_attn_varlen_func``.
 
     Returns:
@@ -341,8 +348,8 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Choice:
 
     Args:
         q, k, v: tensors of the call; meta tensors do.
-        **arguments: any argument of ``flash_attn_func``, or of ``flash_attn_varlen_func`` when ``cu_seqlens_q`` is
-            among them.
+        **arguments: any argument of ``flash_attn_func``, or of ``flash_attn_varlen_func`` when
+            ``cu_seqlens_q`` is among them.
 
     Returns:
         A ``Choice`` with ``backend``, ``algorithm`` and ``reasons``; printing it shows all three.
@@ -364,7 +371,9 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Choice:
     else:
         tensors, scalars = dense_call(q, k, v, options)
     differentiable = (tensors.q, tensors.k, tensors.v, tensors.attn_bias, tensors.sink)
-    needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in differentiable)
+    needs_grad = torch.is_grad_enabled() and any(
+        x is not None and x.requires_grad for x in differentiable
+    )
     problem = describe(tensors, scalars, needs_grad, options.return_attn_probs)
     return choose(problem, scalars.backend, scalars.algorithm)
 
@@ -374,38 +383,44 @@ def merge_attention(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Ten
 
         lse = log sum_p exp(lse_p)        out = sum_p exp(lse_p - lse) out_p
 
-    A part without visible keys (lse = -inf) changes nothing, whatever its out holds. A sink must be given to one
-    part only.
+    A part without visible keys (lse = -inf) changes nothing, whatever its out holds. A sink must be
+    given to one part only.
 
     Args:
-        parts: (out, lse) pairs of equal shapes: out (batch, seqlen_q, nheads, head_dim_v) with lse (batch, nheads,
-            seqlen_q), or out (total_q, nheads, head_dim_v) with lse (nheads, total_q).
+        parts: (out, lse) pairs of equal shapes: out (batch, seqlen_q, nheads, head_dim_v) with lse
+            (batch, nheads, seqlen_q), or out (total_q, nheads, head_dim_v) with lse (nheads,
+            total_q).
 
     Returns:
-        out in the parts' dtype and lse, float32 (float64 for float64 parts). Where no part sees a key, out = 0 and
-        lse = -inf.
+        out in the parts' dtype and lse, float32 (float64 for float64 parts). Where no part sees a
+        key, out = 0 and lse = -inf.
 
     Raises:
         InvalidInputError: there are no parts, or their shapes do not fit.
 
     >>> import torch, tilewise
     >>> q, k, v = (torch.randn(1, 6, 2, 8, dtype=torch.float64) for _ in range(3))
-    >>> halves = [tilewise.flash_attn_func(q, k[:, s], v[:, s], return_lse=True) for s in (slice(3), slice(3, 6))]
+    >>> halves = [tilewise.flash_attn_func(q, k[:, s], v[:, s], return_lse=True) for s in (slice(3),
+    slice(3, 6))]
     >>> out, lse = tilewise.merge_attention(halves)
     >>> torch.allclose(out, tilewise.flash_attn_func(q, k, v))
     True
     """
     if not parts:
         raise InvalidInputError("parts", "no parts", "must have at least one")
-    first_out, first_lse = parts[0]
+    first_out = parts[0][0]
     for i, (out, lse) in enumerate(parts):
         if out.dim() not in (3, 4) or out.shape != first_out.shape:
             raise InvalidInputError(
-                f"parts[{i}]", f"out of shape {tuple(out.shape)}", "must be (batch, seqlen_q, nheads,"
-                f" head_dim_v) or (total_q, nheads, head_dim_v), here {tuple(first_out.shape)}"
-            )  # fmt: skip
+                f"parts[{i}]",
+                f"out of shape {tuple(out.shape)}",
+                "must be (batch, seqlen_q, nheads, head_dim_v) or (total_q, nheads, head_dim_v), "
+                f"and of the first part's shape {tuple(first_out.shape)}",
+            )
         if lse.shape != (*out.shape[:-3], out.shape[-2], out.shape[-3]):
-            raise InvalidInputError(f"parts[{i}]", f"lse of shape {tuple(lse.shape)}", f"out has {tuple(out.shape)}")
+            raise InvalidInputError(
+                f"parts[{i}]", f"lse of shape {tuple(lse.shape)}", f"out has {tuple(out.shape)}"
+            )
     dtype = torch.float64 if first_out.dtype == torch.float64 else torch.float32
     lses = torch.stack([lse.to(dtype) for _, lse in parts])  # (parts, ..., nheads, seqlen_q)
     outs = torch.stack([out.to(dtype) for out, _ in parts])  # (parts, ..., seqlen_q, nheads, Dv)
@@ -427,7 +442,9 @@ def _unpack(name: str, x: Tensor, parts: int, dims: int) -> tuple[Tensor, ...]:
         raise InvalidInputError(name, type(x).__name__, "must be a tensor")
     if x.dim() != dims or x.shape[-3] != parts:
         lead = "batch, seqlen" if dims == 5 else "total"
-        raise InvalidInputError(name, f"shape {tuple(x.shape)}", f"must be ({lead}, {parts}, nheads, head_dim)")
+        raise InvalidInputError(
+            name, f"shape {tuple(x.shape)}", f"must be ({lead}, {parts}, nheads, head_dim)"
+        )
     return x.unbind(-3)
 
 
@@ -440,6 +457,8 @@ def _run(tensors: AttentionTensors, scalars: Scalars, options: Options) -> Resul
     if options.return_attn_probs:  # refused here, before the forward, where no backend has it
         with torch.no_grad():
             probs = attention.flash_attn_probs(*flat)
+    out: Tensor
+    lse: Tensor
     out, lse = attention.flash_attn_fwd(*flat)
     if not (options.return_lse or options.return_attn_probs):
         return out

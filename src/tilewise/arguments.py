@@ -1,7 +1,8 @@
 """What users give, checked and brought to the operators' form.
 
-Everything that shapes, dtypes and numbers can tell is checked here, before anything is computed. Values inside
-``cu_seqlens`` and ``seqused`` are checked by the operator when they are on the host, or here on request.
+Everything that shapes, dtypes and numbers can tell is checked here, before anything is computed.
+Values inside ``cu_seqlens`` and ``seqused`` are checked by the operator when they are on the host,
+or here on request.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ class Packing(NamedTuple):
     seqused_k: Tensor | None = None
 
 
-def dense_call(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[AttentionTensors, Scalars]:
+def dense_call(
+    q: Tensor, k: Tensor, v: Tensor, options: Options
+) -> tuple[AttentionTensors, Scalars]:
     """Checks a dense call and brings it to the operators' form.
 
     Raises:
@@ -99,17 +102,19 @@ def packed_call(
             continue
         _check_integers(name, used, q)
         if used.shape[0] != batch:
-            raise InvalidInputError(name, f"{used.shape[0]} entries", f"there are {batch} sequences")
+            raise InvalidInputError(
+                name, f"{used.shape[0]} entries", f"there are {batch} sequences"
+            )
     bias = options.attn_bias
     if bias is not None:
         _check_bias(bias, q)
-        wanted = (q.shape[0], p.max_seqlen_k)
-        heads_ok = bias.dim() == 2 or (bias.dim() == 3 and bias.shape[0] in (1, q.shape[1]))
+        wanted, nheads = (q.shape[0], p.max_seqlen_k), q.shape[1]
+        heads_ok = bias.dim() == 2 or (bias.dim() == 3 and bias.shape[0] in (1, nheads))
         if not heads_ok or tuple(bias.shape[-2:]) != wanted:
             raise InvalidInputError(
                 "attn_bias",
                 f"shape {tuple(bias.shape)}",
-                f"must be (nheads or 1, total_q, max_seqlen_k), here ({q.shape[1]} or 1, {wanted[0]}, {wanted[1]})",
+                f"must be (nheads or 1, total_q, max_seqlen_k), here ({nheads} or 1, *{wanted})",
             )
         bias = bias if bias.dim() == 3 else bias[None]
     if options.validate and q.device.type not in ("cpu", "meta"):
@@ -200,19 +205,25 @@ def _check_qkv(q: Tensor, k: Tensor, v: Tensor, dims: tuple[str, ...]) -> None:
             allowed = ", ".join(str(d).removeprefix("torch.") for d in DTYPES)
             raise InvalidInputError(name, f"dtype {x.dtype}", f"must be one of {allowed}")
         if x.dtype != q.dtype:
-            raise InvalidInputError(name, f"dtype {x.dtype}", f"q has {q.dtype}, and q, k and v must have one dtype")
+            raise InvalidInputError(
+                name, f"dtype {x.dtype}", f"q has {q.dtype}, and q, k and v must have one dtype"
+            )
         _check_device(name, x, q)
     if k.shape[-1] != q.shape[-1]:
         raise InvalidInputError("k", f"head_dim {k.shape[-1]}", f"q has {q.shape[-1]}")
     if v.shape[:-1] != k.shape[:-1]:
-        raise InvalidInputError("v", f"shape {tuple(v.shape)}", f"k has {tuple(k.shape)}; only head_dim may differ")
+        raise InvalidInputError(
+            "v", f"shape {tuple(v.shape)}", f"k has {tuple(k.shape)}; only head_dim may differ"
+        )
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.shape[-1] == 0:
             raise InvalidInputError(name, "head_dim 0", "must be at least 1")
         if x.shape[-2] == 0:
             raise InvalidInputError(name, "no heads", "must have at least 1")
     if q.shape[-2] % k.shape[-2] != 0:
-        raise InvalidInputError("q", f"{q.shape[-2]} heads", f"must be a multiple of k's {k.shape[-2]} heads")
+        raise InvalidInputError(
+            "q", f"{q.shape[-2]} heads", f"must be a multiple of k's {k.shape[-2]} heads"
+        )
 
 
 def _check_device(name: str, x: Tensor, q: Tensor) -> None:
@@ -234,7 +245,9 @@ def _check_bias(bias: object, q: Tensor) -> None:
     if not isinstance(bias, Tensor):
         raise InvalidInputError("attn_bias", type(bias).__name__, "must be a tensor")
     if bias.dtype != torch.bool and not bias.is_floating_point():
-        raise InvalidInputError("attn_bias", f"dtype {bias.dtype}", "must be floating (added) or bool (True is seen)")
+        raise InvalidInputError(
+            "attn_bias", f"dtype {bias.dtype}", "must be floating (added) or bool (True is seen)"
+        )
     _check_device("attn_bias", bias, q)
 
 
@@ -267,14 +280,16 @@ def _window(options: Options) -> tuple[int, int]:
         if isinstance(side, bool) or not isinstance(side, (int, torch.SymInt)):
             raise InvalidInputError("window_size", repr(window), "must be two ints")
         if side < -1:
-            raise InvalidInputError("window_size", repr(window), "each side must be -1 (no limit) or more")
+            raise InvalidInputError(
+                "window_size", repr(window), "each side must be -1 (no limit) or more"
+            )
     left, right = window
     return left, 0 if options.causal else right
 
 
 def _scale(softmax_scale: float | None, q: Tensor) -> float:
     if softmax_scale is None:
-        return q.shape[-1] ** -0.5
+        return 1.0 / math.sqrt(q.shape[-1])
     scale = _number("softmax_scale", softmax_scale)
     if not math.isfinite(scale):
         raise InvalidInputError("softmax_scale", scale, "must be finite")
@@ -305,7 +320,9 @@ def _slopes(slopes: Tensor | None, q: Tensor, batch: int) -> Tensor | None:
             f"must be (nheads,) = ({nheads},) or (batch, nheads) = ({batch}, {nheads})",
         )
     if slopes.requires_grad and torch.is_grad_enabled():
-        raise InvalidInputError("alibi_slopes", "requires_grad=True", "slopes have no gradient; detach them")
+        raise InvalidInputError(
+            "alibi_slopes", "requires_grad=True", "slopes have no gradient; detach them"
+        )
     return slopes.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
 
 
@@ -318,7 +335,9 @@ def _sink(sink: Tensor | None, q: Tensor) -> Tensor | None:
         raise InvalidInputError("sink", f"dtype {sink.dtype}", "must be floating")
     _check_device("sink", sink, q)
     if tuple(sink.shape) != (q.shape[-2],):
-        raise InvalidInputError("sink", f"shape {tuple(sink.shape)}", f"must be (nheads,) = ({q.shape[-2]},)")
+        raise InvalidInputError(
+            "sink", f"shape {tuple(sink.shape)}", f"must be (nheads,) = ({q.shape[-2]},)"
+        )
     return sink
 
 
@@ -330,7 +349,9 @@ def _seed(options: Options, q: Tensor) -> Tensor | None:
     seed = options.seed
     if isinstance(seed, Tensor):
         if seed.numel() != 1 or seed.dtype != torch.int64:
-            raise InvalidInputError("seed", f"{seed.dtype} of shape {tuple(seed.shape)}", "must be one int64")
+            raise InvalidInputError(
+                "seed", f"{seed.dtype} of shape {tuple(seed.shape)}", "must be one int64"
+            )
         _check_device("seed", seed, q)
     elif seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
         raise InvalidInputError("seed", type(seed).__name__, "must be an int or an int64 tensor")

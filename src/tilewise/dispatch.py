@@ -1,7 +1,8 @@
 """Which backend takes a call, and why the others do not.
 
-``backend="auto"`` takes the first backend, in order of preference, that has no reason against the call and may be
-taken automatically. A backend that is named is taken or refused; it never falls back.
+``backend="auto"`` takes the first backend, in order of preference, that has no reason against the
+call and may be taken automatically. A backend that is named is taken or refused; it never falls
+back.
 """
 
 from __future__ import annotations
@@ -19,8 +20,7 @@ from .errors import InvalidInputError, UnsupportedError
 AUTO = "auto"
 ALGORITHMS = ("fa1", "fa2", "fa3", "standard")
 
-_AVAILABLE: tuple[Backend, ...] = (CpuBackend(), ReferenceBackend())
-BACKENDS: dict[str, Backend] = {backend.name: backend for backend in _AVAILABLE}
+BACKENDS: dict[str, Backend] = {"cpu": CpuBackend(), "reference": ReferenceBackend()}
 assert tuple(BACKENDS) == BACKEND_NAMES
 
 
@@ -44,7 +44,9 @@ class Choice:
         return "\n".join(lines)
 
 
-def _reasons(backend: Backend, problem: AttentionProblem, named: bool, algorithm: str) -> tuple[str, ...]:
+def _reasons(
+    backend: Backend, problem: AttentionProblem, named: bool, algorithm: str
+) -> tuple[str, ...]:
     reasons = list(backend.supports(problem))
     if algorithm != AUTO and algorithm not in backend.algorithms:
         reasons.append(f"no algorithm {algorithm!r}: it has {', '.join(backend.algorithms)}")
@@ -69,11 +71,17 @@ def choose(problem: AttentionProblem, backend: str = AUTO, algorithm: str = AUTO
     if backend != AUTO and backend not in BACKENDS:
         raise InvalidInputError("backend", repr(backend), f"must be one of {[AUTO, *BACKENDS]}")
     if algorithm != AUTO and algorithm not in ALGORITHMS:
-        raise InvalidInputError("algorithm", repr(algorithm), f"must be one of {[AUTO, *ALGORITHMS]}")
-    against = {name: _reasons(b, problem, name == backend, algorithm) for name, b in BACKENDS.items()}
+        raise InvalidInputError(
+            "algorithm", repr(algorithm), f"must be one of {[AUTO, *ALGORITHMS]}"
+        )
+    against = {
+        name: _reasons(b, problem, name == backend, algorithm) for name, b in BACKENDS.items()
+    }
     if backend != AUTO:
         if against[backend]:
-            raise UnsupportedError(f"backend {backend!r} cannot take this call", {backend: against[backend]})
+            raise UnsupportedError(
+                f"backend {backend!r} cannot take this call", {backend: against[backend]}
+            )
         taken = backend
     else:
         able = [name for name, reasons in against.items() if not reasons]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -19,8 +19,8 @@ class AttentionTensors:
         q: (batch, seqlen_q, nheads, head_dim), or (total_q, nheads, head_dim) in varlen.
         k: (batch, seqlen_k, nheads_kv, head_dim), or (total_k, nheads_kv, head_dim).
         v: (batch, seqlen_k, nheads_kv, head_dim_v), or (total_k, nheads_kv, head_dim_v).
-        attn_bias: four dimensions that broadcast to (batch, nheads, seqlen_q, seqlen_k), or in varlen
-            (nheads or 1, total_q, max_seqlen_k); floating (added) or bool (True is seen).
+        attn_bias: four dimensions that broadcast to (batch, nheads, seqlen_q, seqlen_k), or in
+            varlen (nheads or 1, total_q, max_seqlen_k); floating (added) or bool (True is seen).
         alibi_slopes: (batch, nheads) or (nheads,), float32.
         sink: (nheads,).
         cu_seqlens_q, cu_seqlens_k: (batch + 1,) integers, varlen only.
@@ -39,10 +39,6 @@ class AttentionTensors:
     seqused_q: Tensor | None = None
     seqused_k: Tensor | None = None
     seed: Tensor | None = None
-
-    def with_(self, **changes: Tensor | None) -> AttentionTensors:
-        """A copy in which the named tensors are others."""
-        return replace(self, **changes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +66,10 @@ class Gradients:
 def lse_dtype(q: Tensor) -> torch.dtype:
     """The dtype in which the ops hand lse from forward to backward.
 
-    On a CPU that is float64: beside scores of thousands float32 has no digits left for the logarithm of the sum,
-    and the recomputed probabilities would not add up to one. Users get float32 (float64 for float64 inputs).
+    On a CPU that is float64: beside scores of thousands float32 has no digits left for the
+        logarithm of the sum,
+    and the recomputed probabilities would not add up to one. Users get float32 (float64 for float64
+    inputs).
     """
     return torch.float64 if q.device.type == "cpu" or q.dtype == torch.float64 else torch.float32
 
@@ -79,15 +77,28 @@ def lse_dtype(q: Tensor) -> torch.dtype:
 class Backend(Protocol):
     """One way to compute attention."""
 
-    name: str
-    algorithms: tuple[str, ...]  # the first is what "auto" takes
-    automatic: bool  # whether backend="auto" may take it
+    @property
+    def name(self) -> str:
+        """What users call it."""
+        ...
+
+    @property
+    def algorithms(self) -> tuple[str, ...]:
+        """What it can run; the first is what "auto" takes."""
+        ...
+
+    @property
+    def automatic(self) -> bool:
+        """Whether backend="auto" may take it."""
+        ...
 
     def supports(self, problem: AttentionProblem) -> tuple[str, ...]:
         """The reasons against this call; empty when it can be taken."""
         ...
 
-    def fwd(self, problem: AttentionProblem, tensors: AttentionTensors, algorithm: str) -> tuple[Tensor, Tensor]:
+    def fwd(
+        self, problem: AttentionProblem, tensors: AttentionTensors, algorithm: str
+    ) -> tuple[Tensor, Tensor]:
         """out, contiguous in q's dtype, and lse, (batch, nheads, seqlen_q) or (nheads, total_q)."""
         ...
 

@@ -1,31 +1,34 @@
 """The oracle: attention from its definition, with the scores materialised.
 
-With ``d = i + seqlen_k - seqlen_q`` and query head h reading key and value head ``h // (nheads / nheads_kv)``:
+With ``d = i + seqlen_k - seqlen_q`` and query head h reading key and value head ``h // (nheads /
+nheads_kv)``:
 
     x_ij = softmax_scale * <q_i, k_j>
     s_ij = softcap * tanh(x_ij / softcap)  (softcap > 0, else x_ij)  - slope_h * |d - j|  + bias_ij
-    j is seen by i when  d - window_left <= j <= d + window_right,  the bool mask is True,  bias_ij != -inf
-    lse_i = log( sum over seen j of exp(s_ij)  [+ exp(sink_h)] )
+    j is seen by i when  d - window_left <= j <= d + window_right,  the bool mask is True,  bias_ij
+    != -inf lse_i = log( sum over seen j of exp(s_ij)  [+ exp(sink_h)] )
     p_ij = exp(s_ij - lse_i) where seen, else 0
     out_i = sum_j p_ij keep_ij / (1 - dropout_p) v_j
 
 and, for L = <out, dout> + <lse, dlse>,
 
-    dp_ij = <dout_i, v_j> keep_ij / (1 - dropout_p)        dv_j = sum_i p_ij keep_ij / (1 - dropout_p) dout_i
-    delta_i = sum_j p_ij dp_ij - dlse_i                     ds_ij = p_ij (dp_ij - delta_i)
-    dx_ij = ds_ij (1 - tanh(x_ij / softcap)^2)              dbias = ds, summed to the bias's shape
-    dq_i = scale sum_j dx_ij k_j   dk_j = scale sum_i dx_ij q_i   dsink_h = - sum_i exp(sink_h - lse_i) delta_i
+    dp_ij = <dout_i, v_j> keep_ij / (1 - dropout_p)        dv_j = sum_i p_ij keep_ij / (1 -
+    dropout_p) dout_i delta_i = sum_j p_ij dp_ij - dlse_i                     ds_ij = p_ij (dp_ij -
+    delta_i) dx_ij = ds_ij (1 - tanh(x_ij / softcap)^2)              dbias = ds, summed to the
+    bias's shape dq_i = scale sum_j dx_ij k_j   dk_j = scale sum_i dx_ij q_i   dsink_h = - sum_i
+    exp(sink_h - lse_i) delta_i
 
-A row that sees no key gives out = 0 and lse = -inf (lse = sink with a sink) and sends no gradient. What is not
-finite reaches a row only through keys that the row sees, and then as NaN.
+A row that sees no key gives out = 0 and lse = -inf (lse = sink with a sink) and sends no gradient.
+What is not finite reaches a row only through keys that the row sees, and then as NaN.
 
-Both directions are composites of torch functions, so autograd differentiates them: double backward is the
+Both directions are composites of torch functions, so autograd differentiates them: double backward
+    is the
 derivative of ``backward``.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -153,7 +156,8 @@ def forward(
         first: number of the first batch entry, for dropout.
 
     Returns:
-        out (B, Sq, H, Dv), lse (B, H, Sq) and the dropped-out probabilities (B, H, Sq, Sk), in ``dtype``.
+        out (B, Sq, H, Dv), lse (B, H, Sq) and the dropped-out probabilities (B, H, Sq, Sk), in
+        ``dtype``.
     """
     sc = _scores(problem, t, dtype)
     p, lse = _softmax(sc, t.sink)
@@ -232,7 +236,8 @@ def _one_sequence(t: AttentionTensors, rows: varlen.SequenceRows) -> AttentionTe
         bias = bias[None, :, q_rows, : rows.k_stop - rows.k_start]
     if slopes is not None and slopes.dim() == 2:
         slopes = slopes[rows.index]
-    return t.with_(
+    return replace(
+        t,
         q=t.q[None, q_rows],
         k=t.k[None, k_rows],
         v=t.v[None, k_rows],
@@ -255,18 +260,23 @@ def _sequences(problem: AttentionProblem, t: AttentionTensors) -> list[varlen.Se
     )
 
 
-def attention(problem: AttentionProblem, t: AttentionTensors, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def attention(
+    problem: AttentionProblem, t: AttentionTensors, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
     """``forward`` for dense and packed tensors alike.
 
     Returns:
-        out, lse and the dropped-out probabilities in ``dtype``. In varlen out is (total_q, H, Dv), lse
-        (H, total_q) and the probabilities (batch, H, max_seqlen_q, max_seqlen_k), zero past each sequence.
+        out, lse and the dropped-out probabilities in ``dtype``. In varlen out is (total_q, H, Dv),
+        lse (H, total_q) and the probabilities (batch, H, max_seqlen_q, max_seqlen_k), zero past
+        each sequence.
     """
     if problem.layout != VARLEN:
         return forward(problem, t, dtype)
     out = t.q.new_zeros(t.q.shape[0], problem.nheads, problem.head_dim_v, dtype=dtype)
     lse = t.q.new_full((problem.nheads, t.q.shape[0]), NEG_INF, dtype=dtype)
-    probs = t.q.new_zeros(problem.batch, problem.nheads, problem.seqlen_q, problem.seqlen_k, dtype=dtype)
+    probs = t.q.new_zeros(
+        problem.batch, problem.nheads, problem.seqlen_q, problem.seqlen_k, dtype=dtype
+    )
     for rows in _sequences(problem, t):
         o, s, p = forward(problem, _one_sequence(t, rows), dtype, first=rows.index)
         out[rows.q_start : rows.q_stop] = o[0]
@@ -292,7 +302,9 @@ def attention_backward(
     )
     assert grads.dq is not None and grads.dk is not None and grads.dv is not None
     if t.attn_bias is not None and t.attn_bias.dtype != torch.bool:
-        grads.dbias = torch.zeros_like(t.attn_bias, dtype=dtype, memory_format=torch.contiguous_format)
+        grads.dbias = torch.zeros_like(
+            t.attn_bias, dtype=dtype, memory_format=torch.contiguous_format
+        )
     if t.sink is not None:
         grads.dsink = torch.zeros_like(t.sink, dtype=dtype)
     for rows in _sequences(problem, t):
@@ -324,9 +336,15 @@ class ReferenceBackend:
     automatic = False
 
     def supports(self, problem: AttentionProblem) -> tuple[str, ...]:
-        return features.reasons_against(self.name, problem.dtype, problem.features, problem.needs_grad)
+        """See ``Backend.supports``."""
+        return features.reasons_against(
+            self.name, problem.dtype, problem.features, problem.needs_grad
+        )
 
-    def fwd(self, problem: AttentionProblem, tensors: AttentionTensors, algorithm: str) -> tuple[Tensor, Tensor]:
+    def fwd(
+        self, problem: AttentionProblem, tensors: AttentionTensors, algorithm: str
+    ) -> tuple[Tensor, Tensor]:
+        """See ``Backend.fwd``."""
         dtype = compute_dtype(tensors.q.dtype)
         out, lse, _ = attention(problem, tensors, dtype)
         return out.to(tensors.q.dtype).contiguous(), lse.to(lse_dtype(tensors.q)).contiguous()
@@ -342,6 +360,7 @@ class ReferenceBackend:
         wanted: Wanted,
         algorithm: str,
     ) -> Gradients:
+        """See ``Backend.bwd``."""
         t = tensors
         g = attention_backward(problem, t, dout, dlse, compute_dtype(t.q.dtype))
 

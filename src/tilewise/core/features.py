@@ -1,7 +1,7 @@
 """What each backend can do, in one place.
 
-``supports()`` of every backend, the feature table of the documentation and the case table of the tests
-are all read from here.
+``supports()`` of every backend, the feature table of the documentation and the case table of the
+tests are all read from here.
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ FEATURES: tuple[Feature, ...] = (
 BY_NAME: dict[str, Feature] = {feature.name: feature for feature in FEATURES}
 
 
-def reasons_against(backend: str, dtype: str, features: frozenset[str], needs_grad: bool) -> tuple[str, ...]:
+def reasons_against(
+    backend: str, dtype: str, features: frozenset[str], needs_grad: bool
+) -> tuple[str, ...]:
     """What the tables say against ``backend`` for a call of these facts; empty when nothing."""
     reasons = []
     if dtype not in DTYPES[backend]:

@@ -1,8 +1,8 @@
 """Causal and sliding-window masks as two optional bounds, and the block ranges that follow.
 
 Query row ``i`` stands on the diagonal key ``d = i + seqlen_k - seqlen_q``: the diagonal ends in the
-bottom right corner. Row ``i`` sees key ``j`` when ``d - window_left <= j <= d + window_right``. Causal
-is ``window_right = 0``.
+bottom right corner. Row ``i`` sees key ``j`` when ``d - window_left <= j <= d + window_right``.
+Causal is ``window_right = 0``.
 
 All ranges below are half open.
 """
@@ -47,7 +47,9 @@ class MaskSpec:
         start = min(max(start, 0), seqlen_q)
         return start, max(min(stop, seqlen_q), start)
 
-    def covers(self, m_start: int, m_stop: int, n_start: int, n_stop: int, seqlen_q: int, seqlen_k: int) -> bool:
+    def covers(
+        self, m_start: int, m_stop: int, n_start: int, n_stop: int, seqlen_q: int, seqlen_k: int
+    ) -> bool:
         """Whether every row of [m_start, m_stop) sees every key of [n_start, n_stop)."""
         shift = seqlen_k - seqlen_q
         left_ok = self.window_left is None or n_start >= m_stop - 1 + shift - self.window_left

@@ -45,7 +45,7 @@ class AttentionProblem:
     nheads_kv: int
     head_dim: int
     head_dim_v: int
-    mask: MaskSpec = MaskSpec()
+    mask: MaskSpec = field(default_factory=MaskSpec)
     softmax_scale: float = 1.0
     softcap: float = 0.0
     dropout_p: float = 0.0

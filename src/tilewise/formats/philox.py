@@ -1,13 +1,15 @@
 """Dropout's random numbers: counter-based, so that any tile of the mask can be drawn on its own.
 
-Philox4x32-10 (Salmon, Moraes, Dror, Shaw: "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011) with
+Philox4x32-10 (Salmon, Moraes, Dror, Shaw: "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011)
+with
 
     key     = (seed low, seed high)
     counter = (8 * (row // 16) + row % 8, 4 * (col // 16) + col % 8 // 2, head, batch)
 
 Its four 32-bit words are eight 16-bit lanes, low half first. Element (row, col) is kept when lane
-``4 * (row % 16 // 8) + 2 * (col % 16 // 8) + col % 2`` is at least ``round(dropout_p * 65536)``. One call so
-serves the eight elements that one thread holds of a 16 x 16 block of a Hopper WGMMA accumulator.
+``4 * (row % 16 // 8) + 2 * (col % 16 // 8) + col % 2`` is at least ``round(dropout_p * 65536)``.
+One call so serves the eight elements that one thread holds of a 16 x 16 block of a Hopper WGMMA
+accumulator.
 
 Row and column count within the sequence, batch is the sequence's number and head the query head.
 """
@@ -73,7 +75,9 @@ def keep_mask(
     def words(numbers: range, dim: int) -> Tensor:
         shape = [1, 1, 1, 1]
         shape[dim] = len(numbers)
-        return torch.arange(numbers.start, numbers.stop, dtype=torch.int64, device=device).reshape(shape)
+        return torch.arange(numbers.start, numbers.stop, dtype=torch.int64, device=device).reshape(
+            shape
+        )
 
     counter = (
         words(range(8 * row_blocks.start, 8 * row_blocks.stop), 2),
@@ -84,7 +88,9 @@ def keep_mask(
     drawn = philox4x32(counter, (seed & _WORD, (seed >> 32) & _WORD))
     limit = threshold(dropout_p)
     # words (row half, column half) -> lanes (column parity), low half first
-    lanes = torch.stack([half >= limit for word in drawn for half in (word & 0xFFFF, word >> 16)], dim=-1)
+    lanes = torch.stack(
+        [half >= limit for word in drawn for half in (word & 0xFFFF, word >> 16)], dim=-1
+    )
     b, h, r, c = len(batches), len(heads), len(row_blocks), len(col_blocks)
     kept = (
         lanes.view(b, h, r, 8, c, 4, 2, 2, 2)

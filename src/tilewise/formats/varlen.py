@@ -1,12 +1,13 @@
 """Packed sequences: ``cu_seqlens`` and what stands between them.
 
-A packed tensor is (total, nheads, head_dim); sequence ``b`` is rows cu_seqlens[b] to cu_seqlens[b + 1]. Rows
-past the last boundary are slack. ``seqused[b]`` limits a sequence to its first rows.
+A packed tensor is (total, nheads, head_dim); sequence ``b`` is rows cu_seqlens[b] to cu_seqlens[b +
+1]. Rows past the last boundary are slack. ``seqused[b]`` limits a sequence to its first rows.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -29,15 +30,21 @@ def check_cu_seqlens(name: str, values: list[int], total: int, max_name: str, lo
     """Raises InvalidInputError unless boundaries start at 0, never decrease and fit the data."""
     if values[0] != 0:
         raise InvalidInputError(name, values[0], "its first entry must be 0")
-    for b, (start, stop) in enumerate(zip(values, values[1:], strict=False)):
+    for b, (start, stop) in enumerate(pairwise(values)):
         if stop < start:
-            raise InvalidInputError(name, f"{start} then {stop} at entry {b + 1}", "must not decrease")
+            raise InvalidInputError(
+                name, f"{start} then {stop} at entry {b + 1}", "must not decrease"
+            )
         if stop - start > longest:
             raise InvalidInputError(
-                max_name, longest, f"sequence {b} of {name} has {stop - start} rows; give the longest"
+                max_name,
+                longest,
+                f"sequence {b} of {name} has {stop - start} rows; give the longest",
             )
     if values[-1] > total:
-        raise InvalidInputError(name, values[-1], f"points past the data, which has {total} rows in all")
+        raise InvalidInputError(
+            name, values[-1], f"points past the data, which has {total} rows in all"
+        )
 
 
 def check_seqused(name: str, values: list[int], boundaries: list[int]) -> None:
@@ -68,14 +75,14 @@ def sequences(
         seqused_q, seqused_k: (batch,) integers, or None when all rows are used.
 
     Raises:
-        InvalidInputError: a boundary decreases or points past the data, a used length is longer than
-            its sequence, or a sequence is longer than its ``max_seqlen``.
+        InvalidInputError: a boundary decreases or points past the data, a used length is longer
+            than its sequence, or a sequence is longer than its ``max_seqlen``.
     """
     bounds_q, bounds_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     check_cu_seqlens("cu_seqlens_q", bounds_q, total_q, "max_seqlen_q", max_seqlen_q)
     check_cu_seqlens("cu_seqlens_k", bounds_k, total_k, "max_seqlen_k", max_seqlen_k)
-    used_q = [b - a for a, b in zip(bounds_q, bounds_q[1:], strict=False)]
-    used_k = [b - a for a, b in zip(bounds_k, bounds_k[1:], strict=False)]
+    used_q = [b - a for a, b in pairwise(bounds_q)]
+    used_k = [b - a for a, b in pairwise(bounds_k)]
     if seqused_q is not None:
         used_q = seqused_q.tolist()
         check_seqused("seqused_q", used_q, bounds_q)
@@ -96,8 +103,8 @@ def unpad(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
         mask: (batch, seqlen), nonzero where a row is real.
 
     Returns:
-        packed (total, ...), row indices (total,) into batch * seqlen, cu_seqlens (batch + 1,) int32 and
-        the longest length.
+        packed (total, ...), row indices (total,) into batch * seqlen, cu_seqlens (batch + 1,) int32
+        and the longest length.
     """
     kept = mask.bool()
     lengths = kept.sum(-1, dtype=torch.int32)
@@ -110,4 +117,4 @@ def unpad(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
 def pad(packed: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
     """Undoes ``unpad``: (total, ...) to (batch, seqlen, ...), zero where nothing was packed."""
     out = packed.new_zeros(batch * seqlen, *packed.shape[1:])
-    return out.index_copy(0, indices, packed).unflatten(0, (batch, seqlen))
+    return out.index_copy(0, indices, packed).view(batch, seqlen, *packed.shape[1:])

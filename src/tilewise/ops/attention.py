@@ -1,7 +1,8 @@
 """``tilewise::flash_attn_fwd``, ``flash_attn_bwd`` and ``flash_attn_probs``.
 
-The operators are opaque to torch.compile. Each decides its backend from the facts of the call, so forward and
-backward may be taken by different ones. The backward of ``flash_attn_bwd`` is the derivative of the reference
+The operators are opaque to torch.compile. Each decides its backend from the facts of the call, so
+forward and backward may be taken by different ones. The backward of ``flash_attn_bwd`` is the
+derivative of the reference
 formulas: a composite that holds O(N^2) memory.
 """
 
@@ -49,7 +50,9 @@ def _bwd(dout: Tensor, dlse: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
     out, lse, wanted = rest[NUM_ARGUMENTS:]
     problem = describe(tensors, scalars, needs_grad=True)
     choice = choose(problem, scalars.backend, scalars.algorithm)
-    g = BACKENDS[choice.backend].bwd(problem, tensors, out, lse, dout, dlse, Wanted(*wanted), choice.algorithm)
+    g = BACKENDS[choice.backend].bwd(
+        problem, tensors, out, lse, dout, dlse, Wanted(*wanted), choice.algorithm
+    )
     nothing = tensors.q.new_empty(0)
     return tuple(nothing.clone() if x is None else x for x in (g.dq, g.dk, g.dv, g.dbias, g.dsink))
 
@@ -65,11 +68,8 @@ def _probs(*arguments: Any) -> Tensor:
 def _fwd_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
     t, _ = split(arguments)
     out = t.q.new_empty(*t.q.shape[:-1], t.v.shape[-1])
-    if t.cu_seqlens_q is not None:
-        shape = (t.q.shape[1], t.q.shape[0])
-    else:
-        shape = (t.q.shape[0], t.q.shape[2], t.q.shape[1])
-    return out, t.q.new_empty(shape, dtype=lse_dtype(t.q))
+    lse_shape = (*t.q.shape[:-3], t.q.shape[-2], t.q.shape[-3])
+    return out, t.q.new_empty(lse_shape, dtype=lse_dtype(t.q))
 
 
 def _bwd_fake(dout: Tensor, dlse: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
@@ -115,7 +115,7 @@ def _bwd_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) 
 
 
 def _bwd_autograd(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
-    """The derivative of reference.attention_backward; out and lse count as functions of the inputs."""
+    """The derivative of reference.attention_backward, where out and lse follow from the inputs."""
     saved: list[Tensor | None] = list(ctx.saved_tensors)
     places = [0, 1, *(2 + place for place in _DIFFERENTIABLE.values())]
     # aliases, so that only the formulas' own dependence on each input is differentiated
@@ -141,7 +141,7 @@ def _bwd_autograd(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
         outputs, weights = zip(*pairs, strict=True)
         found = torch.autograd.grad(
             outputs,
-            [saved[p] for p in needed],  # type: ignore[misc]
+            [x for p in needed if (x := saved[p]) is not None],
             weights,
             create_graph=torch.is_grad_enabled(),
             allow_unused=True,
@@ -158,5 +158,9 @@ for _name, _kernel, _fake in (
 ):
     _library.impl(_name, _kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{_name}", _fake, lib=_library)
-torch.library.register_autograd(f"{NAMESPACE}::flash_attn_fwd", _fwd_autograd, setup_context=_fwd_context, lib=_library)
-torch.library.register_autograd(f"{NAMESPACE}::flash_attn_bwd", _bwd_autograd, setup_context=_bwd_context, lib=_library)
+torch.library.register_autograd(
+    f"{NAMESPACE}::flash_attn_fwd", _fwd_autograd, setup_context=_fwd_context, lib=_library
+)
+torch.library.register_autograd(
+    f"{NAMESPACE}::flash_attn_bwd", _bwd_autograd, setup_context=_bwd_context, lib=_library
+)

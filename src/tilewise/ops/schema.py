@@ -25,7 +25,7 @@ NUM_ARGUMENTS = ARGUMENTS.count(",") + 1
 
 
 class Scalars(NamedTuple):
-    """The scalar arguments, in the schema's order. In dense calls the two lengths are the tensors'."""
+    """The scalar arguments in the schema's order; in dense calls the lengths are the tensors'."""
 
     max_seqlen_q: int
     max_seqlen_k: int
@@ -45,7 +45,9 @@ def split(arguments: tuple[object, ...]) -> tuple[AttentionTensors, Scalars]:
     return AttentionTensors(*tensors), Scalars(*scalars)  # type: ignore[arg-type]
 
 
-def describe(t: AttentionTensors, s: Scalars, needs_grad: bool, attn_probs: bool = False) -> AttentionProblem:
+def describe(
+    t: AttentionTensors, s: Scalars, needs_grad: bool, attn_probs: bool = False
+) -> AttentionProblem:
     """The facts of a call, read from shapes, dtypes and scalars alone."""
     varlen = t.cu_seqlens_q is not None
     nheads, nheads_kv = t.q.shape[-2], t.k.shape[-2]

@@ -1,6 +1,7 @@
 """torch.func.vmap over the operators.
 
-Dense calls that differ in q, k, v (and their gradients) alone become one call of a larger batch. Everything else
+Dense calls that differ in q, k, v (and their gradients) alone become one call of a larger batch.
+Everything else
 is looped over: one operator call for each entry, which is right for every argument.
 """
 
@@ -51,7 +52,8 @@ def _fold(op: Callable[..., Any], size: int, in_dims: Any, arguments: Any) -> An
 
     results = op(*(merged(a, d) for a, d in zip(arguments, in_dims, strict=True)))
     split_again = tuple(
-        r.unflatten(0, (size, r.shape[0] // size)) if r.dim() > 1 else r.expand(size, *r.shape) for r in results
+        r.unflatten(0, (size, r.shape[0] // size)) if r.dim() > 1 else r.expand(size, *r.shape)
+        for r in results
     )
     return split_again, (0,) * len(split_again)
 

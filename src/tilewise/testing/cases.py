@@ -79,7 +79,9 @@ def feature_arguments(case: Case) -> dict[str, Any]:
     return merged
 
 
-def make_inputs(case: Case, dtype: torch.dtype, device: torch.device | str = "cpu") -> dict[str, Any]:
+def make_inputs(
+    case: Case, dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> dict[str, Any]:
     """Everything ``testing.run`` takes for the case: q, k, v and keyword arguments.
 
     Floating inputs are rounded to ``dtype``; slopes and sinks stay float32 (float64 for float64).
@@ -89,7 +91,8 @@ def make_inputs(case: Case, dtype: torch.dtype, device: torch.device | str = "cp
     arguments = feature_arguments(case)
     if "varlen" in case.features or "seqused" in case.features:
         cu_q, cu_k = _boundaries(case, case.seqlen_q), _boundaries(case, case.seqlen_k)
-        lead_q, lead_k = (int(cu_q[-1]) + 1,), (int(cu_k[-1]) + 2,)  # with slack rows
+        lead_q: tuple[int, ...] = (int(cu_q[-1]) + 1,)  # with slack rows
+        lead_k: tuple[int, ...] = (int(cu_k[-1]) + 2,)
         arguments |= {
             "cu_seqlens_q": cu_q,
             "cu_seqlens_k": cu_k,

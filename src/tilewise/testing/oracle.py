@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -49,7 +49,7 @@ def _is_float(x: object) -> bool:
 
 
 def run(q: Tensor, k: Tensor, v: Tensor, *, backward: bool = True, **arguments: Any) -> Results:
-    """``flash_attn_func``, or ``flash_attn_varlen_func`` when there is a cu_seqlens_q, with all results."""
+    """``flash_attn_func``, or the varlen function when there is a cu_seqlens_q: all results."""
     leaves = {
         name: x.detach().requires_grad_(backward)
         for name, x in {"q": q, "k": k, "v": v, **arguments}.items()
@@ -57,8 +57,8 @@ def run(q: Tensor, k: Tensor, v: Tensor, *, backward: bool = True, **arguments: 
     }
     call = {**arguments, **leaves, "return_lse": True}
     function = flash_attn_varlen_func if "cu_seqlens_q" in arguments else flash_attn_func
-    out, lse = function(**call)
-    results = Results(out.detach(), lse.detach())  # type: ignore[union-attr]
+    out, lse = cast(tuple[Tensor, Tensor], function(**call))
+    results = Results(out.detach(), lse.detach())
     if backward:
         found = torch.autograd.grad((out, lse), list(leaves.values()), cotangents(out, lse))
         names = {"attn_bias": "dbias", "sink": "dsink"}
@@ -68,7 +68,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, *, backward: bool = True, **arguments: 
 
 
 def oracle(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Results:
-    """The reference in float64 on the same (rounded) inputs; its cotangents are rounded like the call's."""
+    """The reference in float64 on the same inputs, with cotangents rounded like the call's."""
     return _reference(q, k, v, torch.float64, arguments)
 
 
@@ -77,8 +77,12 @@ def plain(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Results:
     return _reference(q, k, v, q.dtype, arguments)
 
 
-def _reference(q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype, arguments: dict[str, Any]) -> Results:
-    arguments = {name: x for name, x in arguments.items() if name not in ("backward", "backend", "algorithm")}
+def _reference(
+    q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype, arguments: dict[str, Any]
+) -> Results:
+    arguments = {
+        name: x for name, x in arguments.items() if name not in ("backward", "backend", "algorithm")
+    }
     packing = {name: arguments.pop(name) for name in Packing._fields if name in arguments}
     options = Options(**arguments)
     if packing:

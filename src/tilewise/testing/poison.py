@@ -10,7 +10,7 @@ import torch
 
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """Inside, torch fills uninitialised floating tensors with NaN, so that an unwritten result shows."""
+    """Inside, torch fills uninitialised floating tensors with NaN: an unwritten result shows."""
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]

@@ -2,10 +2,11 @@
 
     max|x - ref64| <= k * max|plain - ref64| + band
 
-``ref64`` is the float64 oracle on the same (rounded) inputs, ``plain`` the same mathematics in plain torch in the
-input's dtype, k = 2 for out and lse and 3 for gradients, band = 2 * eps(dtype) * max|ref64| with float32's eps at
-least. For float64 inputs plain and oracle are one and the same, so the band alone counts: 64 * eps(float64), which
-covers the oracle's own rounding. Infinities must agree exactly; a NaN agrees only with a NaN of the oracle.
+``ref64`` is the float64 oracle on the same (rounded) inputs, ``plain`` the same mathematics in
+plain torch in the input's dtype, k = 2 for out and lse and 3 for gradients, band = 2 * eps(dtype) *
+max|ref64| with float32's eps at least. For float64 inputs plain and oracle are one and the same, so
+the band alone counts: 64 * eps(float64), which covers the oracle's own rounding. Infinities must
+    agree exactly; a NaN agrees only with a NaN of the oracle.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ def _error(x: Tensor, ref: Tensor) -> float:
     return float(gap.nan_to_num(nan=float("inf")).max())
 
 
-def excess(name: str, x: Tensor, ref: Tensor, plain: Tensor, dtype: torch.dtype) -> tuple[float, float]:
+def excess(
+    name: str, x: Tensor, ref: Tensor, plain: Tensor, dtype: torch.dtype
+) -> tuple[float, float]:
     """The error of x and what the rule allows it."""
     k = K_GRADIENT if name in GRADIENTS else K_FORWARD
     plain_error = _error(plain, ref)

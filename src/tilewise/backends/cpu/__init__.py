@@ -1,7 +1,7 @@
 """FlashAttention and FlashAttention-2 on a CPU, in torch, to be read beside the papers.
 
-``fa1.py`` and ``fa2.py`` are the two forwards, ``bwd.py`` the backward of both, ``score.py`` the score pipeline,
-``tiles.py`` how a call is cut.
+``fa1.py`` and ``fa2.py`` are the two forwards, ``bwd.py`` the backward of both, ``score.py`` the
+score pipeline, ``tiles.py`` how a call is cut.
 """
 
 from __future__ import annotations
@@ -39,13 +39,19 @@ class CpuBackend:
     automatic = True
 
     def supports(self, problem: AttentionProblem) -> tuple[str, ...]:
+        """See ``Backend.supports``."""
         reasons = []
         if problem.device not in ("cpu", "meta"):
             reasons.append(f"computes on a CPU, and the tensors are on {problem.device}")
-        reasons += features.reasons_against(self.name, problem.dtype, problem.features, problem.needs_grad)
+        reasons += features.reasons_against(
+            self.name, problem.dtype, problem.features, problem.needs_grad
+        )
         return tuple(reasons)
 
-    def fwd(self, problem: AttentionProblem, tensors: AttentionTensors, algorithm: str) -> tuple[Tensor, Tensor]:
+    def fwd(
+        self, problem: AttentionProblem, tensors: AttentionTensors, algorithm: str
+    ) -> tuple[Tensor, Tensor]:
+        """See ``Backend.fwd``."""
         q, h, dv = tensors.q, problem.nheads, problem.head_dim_v
         if problem.layout == VARLEN:
             out = q.new_zeros(q.shape[0], h, dv)
@@ -71,6 +77,7 @@ class CpuBackend:
         wanted: Wanted,
         algorithm: str,
     ) -> Gradients:
+        """See ``Backend.bwd``."""
         t, group = tensors, problem.group
         dtype = work_dtype(t.q.dtype)
 

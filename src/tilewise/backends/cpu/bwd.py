@@ -1,7 +1,9 @@
-"""The backward of FlashAttention and FlashAttention-2 on a CPU: outer loop over key blocks, recomputation.
+"""The backward of FlashAttention and FlashAttention-2 on a CPU: outer loop over key blocks,
+recomputation.
 
-FlashAttention-2 (Dao 2023) Algorithm 2; the first paper's Algorithm 4 is the same loop with m and l where this one
-reads lse = m + log l. Over key blocks j (outer) and query blocks i (inner), with Z = keep / (1 - dropout_p):
+FlashAttention-2 (Dao 2023) Algorithm 2; the first paper's Algorithm 4 is the same loop with m and l
+where this one reads lse = m + log l. Over key blocks j (outer) and query blocks i (inner), with Z =
+keep / (1 - dropout_p):
 
     S = Q_i K_j^T            P = exp(S - lse_i)
     dV_j += (P Z)^T dO_i     dP = (dO_i V_j^T) Z      dS = P (dP - delta_i)
@@ -36,6 +38,7 @@ class ChunkGradients:
 
     @property
     def needs_ds(self) -> bool:
+        """Whether the gradient of the scores is wanted by anything."""
         return self.dq is not None or self.dk is not None or self.dbias is not None
 
 
@@ -74,7 +77,14 @@ def bwd(
     if grads.dq is not None:
         b, hk = c.q.shape[0], c.q.shape[2]
         acc_dq = [
-            torch.zeros(b, hk, c.group, min(size.BLOCK_M, c.seqlen_q - start), c.q.shape[-1], dtype=c.work_dtype)
+            torch.zeros(
+                b,
+                hk,
+                c.group,
+                min(size.BLOCK_M, c.seqlen_q - start),
+                c.q.shape[-1],
+                dtype=c.work_dtype,
+            )
             for start in starts
         ]
     for n_start in range(0, c.seqlen_k, size.BLOCK_N):
@@ -85,12 +95,17 @@ def bwd(
             store_rows(grads.dq, start, start + acc.shape[3], acc.mul_(c.softmax_scale))
 
 
-def _preprocess(chunk: Chunk, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, block: int) -> Tensor:
+def _preprocess(
+    chunk: Chunk, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, block: int
+) -> Tensor:
     """delta (B, Hk, G, Sq, 1) in the work dtype; 0 in rows without keys."""
     delta = torch.empty(lse.shape, dtype=chunk.work_dtype)
     for start in range(0, chunk.seqlen_q, block):
         stop = min(start + block, chunk.seqlen_q)
-        do, o = (chunk.by_row(chunk.row_block(name, x, start, stop)) for name, x in (("do", dout), ("o", out)))
+        do, o = (
+            chunk.by_row(chunk.row_block(name, x, start, stop))
+            for name, x in (("do", dout), ("o", out))
+        )
         delta[:, :, :, start:stop] = do.mul_(o).sum(-1, keepdim=True)
     if dlse is not None:
         delta.sub_(dlse.unsqueeze(-1))

@@ -6,8 +6,8 @@ For each block of queries Q_i, over the key blocks j that it sees:
     l = exp(m - m') l + rowsum P                  O = exp(m - m') O + P V_j      (unscaled)
     at the end, once:  O_i = O / l                lse_i = m + log l
 
-When all scores are proven small (``Scores.bounded``, Cauchy-Schwarz), m stays 0: no maximum, no rescaling, and the
-same result, since float32 keeps its relative accuracy over the whole range.
+When all scores are proven small (``Scores.bounded``, Cauchy-Schwarz), m stays 0: no maximum, no
+rescaling, and the same result, since float32 keeps its relative accuracy over the whole range.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ def fwd(chunk: Chunk, out: Tensor, lse: Tensor) -> None:
         store_rows(out, m_start, m_stop, acc_o)
 
 
-def _query_block(chunk: Chunk, scores: Scores, rows: range, BLOCK_N: int) -> tuple[Tensor, Tensor, Tensor]:
+def _query_block(
+    chunk: Chunk, scores: Scores, rows: range, BLOCK_N: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """Unscaled O (B, Hk, G, n, Dv), m and l (B, Hk, G, n, 1) of one block of queries."""
     c = chunk
     b, hk = c.q.shape[0], c.q.shape[2]
@@ -59,7 +61,11 @@ def _query_block(chunk: Chunk, scores: Scores, rows: range, BLOCK_N: int) -> tup
         here = slice(m.start - rows.start, m.stop - rows.start)
         k = c.col_block("k", c.k, n.start, n.stop)
         v = c.value_block("v", n.start, n.stop)
-        q_here = q if len(m) == len(rows) else c.by_row(q)[:, :, :, here].reshape(c.nmat, -1, q.shape[-1])
+        q_here = (
+            q
+            if len(m) == len(rows)
+            else c.by_row(q)[:, :, :, here].reshape(c.nmat, -1, q.shape[-1])
+        )
         s, _ = scores.tile(q_here, k, m, n)
         seen = hidden_free(scores, s)
         acc, m_old, l_old = acc_o[:, :, :, here], m_i[:, :, :, here], l_i[:, :, :, here]

@@ -1,8 +1,9 @@
-"""The score pipeline of the CPU backend: scale -> softcap -> ALiBi -> bias -> mask, and its derivative.
+"""The score pipeline of the CPU backend: scale -> softcap -> ALiBi -> bias -> mask, and its
+derivative.
 
-Scores come out in base 2 (times log2 e, folded into the scaled queries), because exp2 is several times faster
-than exp. With a float bias they stay in natural units, since a bias near the end of float32's range, such as
-``torch.finfo.min`` used as a mask, would overflow when multiplied.
+Scores come out in base 2 (times log2 e, folded into the scaled queries), because exp2 is several
+times faster than exp. With a float bias they stay in natural units, since a bias near the end of
+float32's range, such as ``torch.finfo.min`` used as a mask, would overflow when multiplied.
 """
 
 from __future__ import annotations
@@ -16,15 +17,17 @@ from .tiles import Chunk
 
 NEG_INF = float("-inf")
 
-# Scores proven to lie within this many powers of two of 1 need no running maximum (docs/math/bounded-scores.md).
+# Scores proven to lie within this many powers of two of 1 need no running maximum
+# (docs/math/bounded-scores.md).
 BOUND_LOG2 = 64.0
-# Row norms below these keep every intermediate finite: bounded for exp2(64) * 2^20 keys * values, tame for all else.
+# Row norms below these keep every intermediate finite: bounded for exp2(64) * 2^20 keys * values,
+# tame for all else.
 BOUNDED_VALUE_NORM = 2.0**30
 TAME = 1e37
 
 
 def largest_norm(x: Tensor, dtype: torch.dtype) -> float:
-    """The largest Euclidean norm of a row (last dimension), NaN if any element is; 0 without rows."""
+    """The largest Euclidean norm of a row (last dimension); NaN if any is, 0 without rows."""
     if x.numel() == 0:
         return 0.0
     return float(torch.linalg.vector_norm(x, dim=-1, dtype=dtype).amax())
@@ -35,8 +38,8 @@ class Scores:
 
     Attributes:
         bounded: every score is proven to lie within BOUND_LOG2 of 0, in base 2.
-        tame: nothing that is hidden can turn a finite sum into NaN. When it is False every product takes the
-            slow form that keeps hidden rows out.
+        tame: nothing that is hidden can turn a finite sum into NaN. When it is False every product
+            takes the slow form that keeps hidden rows out.
     """
 
     def __init__(self, chunk: Chunk, dout: Tensor | None = None) -> None:
@@ -70,7 +73,9 @@ class Scores:
         """Rows of q times ``q_factor``, (nmat, G * n, D) in the work dtype."""
         return self.chunk.row_block("q", self.chunk.q, start, stop, self.q_factor)
 
-    def tile(self, q: Tensor, k: Tensor, m: range, n: range, slope: bool = False) -> tuple[Tensor, Tensor | None]:
+    def tile(
+        self, q: Tensor, k: Tensor, m: range, n: range, slope: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
         """The tile of rows ``m`` and keys ``n``.
 
         Args:
@@ -81,7 +86,8 @@ class Scores:
             slope: whether the derivative of the softcap is wanted.
 
         Returns:
-            s (nmat, G * len(m), len(n)), -inf where hidden, and d s / d x or None, both in scratch memory.
+            s (nmat, G * len(m), len(n)), -inf where hidden, and d s / d x or None, both in scratch
+            memory.
         """
         c = self.chunk
         s = c.scratch.take("s", c.nmat, q.shape[1], len(n))
@@ -107,14 +113,15 @@ class Scores:
         return s.mul_(LOG2E).exp2_() if self.natural else s.exp2_()
 
     def to_lse(self, m: Tensor, total: Tensor) -> Tensor:
-        """log-sum-exp in natural units and float64, from the reference and the sum relative to it."""
+        """log-sum-exp in natural units and float64, from a reference and the sum relative to it."""
         return m.double() / self.unit + total.double().log2() * LN2
 
     def from_lse(self, lse: Tensor) -> tuple[Tensor, Tensor]:
         """What to subtract from scores, and what the result of exp_ is to be multiplied with.
 
-        exp(s - lse) = exp_(s - reference) * correction: the correction is what rounding the reference to the
-        work dtype took away. Rows without keys get reference 0, where exp_(-inf) is 0.
+        exp(s - lse) = exp_(s - reference) * correction: the correction is what rounding the
+        reference to the work dtype took away. Rows without keys get reference 0, where exp_(-inf)
+        is 0.
         """
         exact = lse.masked_fill(lse == NEG_INF, 0.0) * self.unit
         reference = exact.to(self.chunk.work_dtype)
@@ -122,16 +129,18 @@ class Scores:
         return reference, torch.exp2(correction).to(self.chunk.work_dtype)
 
     def keep_scale(self, m: range, n: range) -> Tensor | None:
-        """keep / (1 - dropout_p) of the tile, (nmat, G * len(m), len(n)), or None without dropout."""
+        """keep / (1 - dropout_p), (nmat, G * len(m), len(n)); None without dropout."""
         c = self.chunk
         if c.seed is None:
             return None
-        kept = philox.keep_mask(c.seed, c.dropout_p, batches=c.batches, heads=c.heads, rows=m, cols=n)
+        kept = philox.keep_mask(
+            c.seed, c.dropout_p, batches=c.batches, heads=c.heads, rows=m, cols=n
+        )
         scale = c.scratch.take("keep", *kept.shape)
         return scale.copy_(kept).mul_(1.0 / (1.0 - c.dropout_p)).view(c.nmat, -1, len(n))
 
     def bias_tile(self, x: Tensor, m: range, n: range) -> Tensor:
-        """The part of a (B, Hk, G, Sq, Sk) tensor with broadcast dimensions that belongs to a tile."""
+        """A tile's part of a (B, Hk, G, Sq, Sk) tensor with broadcast dimensions."""
         if x.shape[3] != 1:
             x = x[:, :, :, m.start : m.stop]
         return x[..., n.start : n.stop] if x.shape[4] != 1 else x
@@ -153,7 +162,7 @@ class Scores:
             self._hide(rows, bias == NEG_INF)
 
     def _hide(self, rows: Tensor, hidden: Tensor) -> None:
-        """Sets hidden pairs to -inf. Adding is several times faster, but leaves NaN and inf as they are."""
+        """Sets hidden pairs to -inf; adding is several times faster, but NaN and inf survive it."""
         if self.tame and hidden.dtype == torch.bool:
             hidden = torch.zeros(hidden.shape, dtype=rows.dtype).masked_fill_(hidden, NEG_INF)
         if self.tame:
@@ -193,7 +202,8 @@ def accumulate(chunk: Chunk, acc: Tensor, w: Tensor, x: Tensor, seen: Tensor | N
         acc: (nmat, R, C), or (B, Hk, G, n, C) of which R = G * n rows; need not be contiguous.
         w: (nmat, R, K).
         x: (nmat, K, C); in bfloat16 the product is taken in bfloat16, else in the work dtype.
-        seen: None, or (nmat, R, K) bool: what is not finite in x reaches only rows that see it, as NaN.
+        seen: None, or (nmat, R, K) bool: what is not finite in x reaches only rows that see it, as
+            NaN.
     """
     taint = None
     if seen is not None:

@@ -1,8 +1,9 @@
-"""What a CPU call is cut into: chunks of heads, tiles of rows and columns, and the buffers they reuse.
+"""What a CPU call is cut into: chunks of heads, tiles of rows and columns, and the buffers they
+reuse.
 
-All heads of a chunk go through one batched matmul. Query heads that share a key head are stacked as rows of one
-matrix, so grouped heads need no copy of K or V. Tile-sized buffers are made once per chunk and reused: on a CPU,
-fresh pages cost more than the exponentials.
+All heads of a chunk go through one batched matmul. Query heads that share a key head are stacked as
+rows of one matrix, so grouped heads need no copy of K or V. Tile-sized buffers are made once per
+chunk and reused: on a CPU, fresh pages cost more than the exponentials.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from ...core.problem import VARLEN, AttentionProblem
 from ...formats import varlen
 from ..base import AttentionTensors
 
-# One score tile of a chunk holds at most this many elements: 4 MiB in float32, within a shared L3 cache.
+# One score tile of a chunk holds at most this many elements: 4 MiB in float32, within a shared L3
+# cache.
 TILE_ELEMENTS = 1 << 20
 
 
@@ -51,7 +53,7 @@ class Scratch:
     _flat: dict[tuple[str, torch.dtype], Tensor] = field(default_factory=dict)
 
     def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """An uninitialised tensor of this shape; the next call of the same name reuses its memory."""
+        """An uninitialised tensor of this shape, in memory that the name's next call reuses."""
         key = (name, dtype or self.dtype)
         size = math.prod(shape)
         flat = self._flat.get(key)
@@ -89,14 +91,17 @@ class Chunk:
 
     @property
     def seqlen_q(self) -> int:
+        """Rows of q."""
         return self.q.shape[1]
 
     @property
     def seqlen_k(self) -> int:
+        """Rows of k."""
         return self.k.shape[1]
 
     @property
     def group(self) -> int:
+        """Query heads to each key head."""
         return self.q.shape[3]
 
     @property
@@ -105,7 +110,7 @@ class Chunk:
         return self.q.shape[0] * self.q.shape[2]
 
     def row_block(self, name: str, x: Tensor, start: int, stop: int, scale: float = 1.0) -> Tensor:
-        """Rows of a (B, S, Hk, G, D) tensor as (B * Hk, G * n, D) in the work dtype, times scale."""
+        """Rows of a (B, S, Hk, G, D) tensor as (B * Hk, G * n, D), work dtype, times scale."""
         rows = x[:, start:stop].permute(0, 2, 3, 1, 4)  # (B, Hk, G, n, D)
         buf = self.scratch.take(name, *rows.shape)
         buf.copy_(rows)
@@ -113,7 +118,9 @@ class Chunk:
             buf.mul_(scale)
         return buf.view(self.nmat, -1, x.shape[-1])
 
-    def col_block(self, name: str, x: Tensor, start: int, stop: int, dtype: torch.dtype | None = None) -> Tensor:
+    def col_block(
+        self, name: str, x: Tensor, start: int, stop: int, dtype: torch.dtype | None = None
+    ) -> Tensor:
         """Rows of a (B, S, Hk, D) tensor as (B * Hk, n, D); a view where it can be.
 
         The dtype is the work dtype unless another is given.
@@ -128,8 +135,8 @@ class Chunk:
     def value_block(self, name: str, start: int, stop: int) -> Tensor:
         """Rows of v for the forward: bfloat16 stays, everything else comes in the work dtype.
 
-        P V may be taken in bfloat16, which rounds what will be rounded anyway; Q K^T may not. float16 has no fast
-        matmul on a CPU.
+        P V may be taken in bfloat16, which rounds what will be rounded anyway; Q K^T may not.
+        float16 has no fast matmul on a CPU.
         """
         dtype = torch.bfloat16 if self.v.dtype == torch.bfloat16 else None
         return self.col_block(name, self.v, start, stop, dtype)
@@ -175,10 +182,8 @@ class Slot:
 
     def stats(self, x: Tensor, group: int) -> Tensor:
         """lse-like (B, nheads, Sq) or (nheads, total_q) to (B, Hk, G, Sq)."""
-        if self.sequence is None:
-            x = x[self.batch]
-        else:
-            x = x[None, :, self.sequence.q_start : self.sequence.q_stop]
+        s = self.sequence
+        x = x[self.batch] if s is None else x[None, :, s.q_start : s.q_stop]
         return x.unflatten(1, (-1, group))[:, self.kv_heads]
 
     def bias(self, x: Tensor, group: int) -> Tensor:
@@ -193,7 +198,9 @@ class Slot:
         return x.unflatten(1, (-1, group))[:, self.kv_heads]
 
 
-def slots(problem: AttentionProblem, tensors: AttentionTensors, tile_elements: int) -> Iterator[Slot]:
+def slots(
+    problem: AttentionProblem, tensors: AttentionTensors, tile_elements: int
+) -> Iterator[Slot]:
     """Cuts a call into slots whose score tile of ``tile_elements`` per key head stays in bounds."""
     fit = max(1, TILE_ELEMENTS // max(1, tile_elements))  # (batch, key head) pairs
     heads = min(fit, problem.nheads_kv)
@@ -220,7 +227,9 @@ def slots(problem: AttentionProblem, tensors: AttentionTensors, tile_elements: i
             yield Slot(None, slice(b, min(b + batches, problem.batch)), kv)
 
 
-def make_chunk(problem: AttentionProblem, tensors: AttentionTensors, slot: Slot, scratch: Scratch) -> Chunk:
+def make_chunk(
+    problem: AttentionProblem, tensors: AttentionTensors, slot: Slot, scratch: Scratch
+) -> Chunk:
     """The views of one slot."""
     t, group = tensors, problem.group
     kv = range(*slot.kv_heads.indices(problem.nheads_kv))
