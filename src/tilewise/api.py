@@ -400,8 +400,9 @@ def merge_attention(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Ten
 
     >>> import torch, tilewise
     >>> q, k, v = (torch.randn(1, 6, 2, 8, dtype=torch.float64) for _ in range(3))
-    >>> halves = [tilewise.flash_attn_func(q, k[:, s], v[:, s], return_lse=True) for s in (slice(3),
-    slice(3, 6))]
+    >>> def part(keys):
+    ...     return tilewise.flash_attn_func(q, k[:, keys], v[:, keys], return_lse=True)
+    >>> halves = [part(slice(3)), part(slice(3, 6))]
     >>> out, lse = tilewise.merge_attention(halves)
     >>> torch.allclose(out, tilewise.flash_attn_func(q, k, v))
     True

@@ -55,31 +55,29 @@ def _query_block(
     starts = range(n_min // 16 * 16, n_max, BLOCK_N) if n_min < n_max else range(0)
     for n_start in starts:
         n = range(n_start, min(n_start + BLOCK_N, n_max))
+        k = c.col_block("k", c.k, n.start, n.stop)
+        v = c.value_block("v", n.start, n.stop)
         # only the rows of the block that see one of these keys
         first, last = c.mask.rows_of(n.start, n.stop, c.seqlen_q, c.seqlen_k)
         m = range(max(rows.start, first), min(rows.stop, last))
-        here = slice(m.start - rows.start, m.stop - rows.start)
-        k = c.col_block("k", c.k, n.start, n.stop)
-        v = c.value_block("v", n.start, n.stop)
-        q_here = (
-            q
-            if len(m) == len(rows)
-            else c.by_row(q)[:, :, :, here].reshape(c.nmat, -1, q.shape[-1])
-        )
-        s, _ = scores.tile(q_here, k, m, n)
+        q_m, acc, m_m, l_m = q, acc_o, m_i, l_i
+        if len(m) < len(rows):
+            here = slice(m.start - rows.start, m.stop - rows.start)
+            q_m = c.by_row(q)[:, :, :, here].reshape(c.nmat, -1, q.shape[-1])
+            acc, m_m, l_m = (x[:, :, :, here] for x in (acc_o, m_i, l_i))
+        s, _ = scores.tile(q_m, k, m, n)
         seen = hidden_free(scores, s)
-        acc, m_old, l_old = acc_o[:, :, :, here], m_i[:, :, :, here], l_i[:, :, :, here]
         if not scores.bounded:
-            p_rows = c.by_row(s)
-            m_new = torch.maximum(m_old, p_rows.amax(-1, keepdim=True))
+            by_row = c.by_row(s)
+            m_new = torch.maximum(m_m, by_row.amax(-1, keepdim=True))
             reference = m_new.masked_fill(m_new == NEG_INF, 0.0)
-            alpha = scores.exp_(m_old - reference)
-            m_old.copy_(m_new)
-            l_old.mul_(alpha)
+            alpha = scores.exp_(m_m - reference)
+            m_m.copy_(m_new)
+            l_m.mul_(alpha)
             acc.mul_(alpha)
-            p_rows.sub_(reference)
+            by_row.sub_(reference)
         p = scores.exp_(s)
-        l_old.add_(c.by_row(p.sum(-1, keepdim=True)))
+        l_m.add_(p.sum(-1).view(l_m.shape))
         keep_scale = scores.keep_scale(m, n)
         if keep_scale is not None:
             p.mul_(keep_scale)

@@ -1,0 +1,30 @@
+# Two commands do everything, set-up included: `make demo` and `make test`.
+PYTHON ?= python3
+export PYTHON
+BIN := .venv/bin
+INPUTS := pyproject.toml constraints.txt tools/setup.sh
+
+.PHONY: demo test lint clean
+
+demo: .venv/demo-ready  ## train a small GPT twice, with standard attention and with tilewise
+	$(BIN)/tilewise demo
+
+test: .venv/test-ready lint  ## linters, types, import contracts, tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not gpu"
+
+lint: .venv/test-ready
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+
+.venv/demo-ready: $(INPUTS)
+	tools/setup.sh bench
+	@touch $@
+
+.venv/test-ready: $(INPUTS)
+	tools/setup.sh test,bench,dev
+	@touch $@
+
+clean:
+	rm -rf .venv out
