@@ -9,7 +9,7 @@ keep / (1 - dropout_p):
     dV_j += (P Z)^T dO_i     dP = (dO_i V_j^T) Z      dS = P (dP - delta_i)
     dK_j += dS^T Q_i         dQ_i += dS K_j           delta_i = rowsum(dO_i O_i) - dlse_i
 
-dQ is accumulated in float32 over key blocks in their order, so every run adds alike.
+dQ is accumulated over key blocks in their order, so every run adds alike.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .score import NEG_INF, Scores, accumulate, hidden_free
-from .tiles import BlockSizes, Chunk, block_sizes, store_rows
+from .score import NEG_INF, Scores, accumulate, hidden_free, narrow
+from .tiles import BlockSizes, Chunk, block_sizes
 
 BLOCK_M, BLOCK_N = 256, 256
 
@@ -72,27 +72,16 @@ def bwd(
     reference, correction = scores.from_lse(lse)
     # exp(S - lse) = P' * correction: the row factor goes to dO and delta, which are small
     delta.mul_(correction)
-    starts = range(0, c.seqlen_q, size.BLOCK_M)
     acc_dq = None
     if grads.dq is not None:
-        b, hk = c.q.shape[0], c.q.shape[2]
-        acc_dq = [
-            torch.zeros(
-                b,
-                hk,
-                c.group,
-                min(size.BLOCK_M, c.seqlen_q - start),
-                c.q.shape[-1],
-                dtype=c.work_dtype,
-            )
-            for start in starts
-        ]
+        # (B, Sq, Hk, G, D): dQ itself where it has the accumulator's dtype
+        same = grads.dq.dtype == c.work_dtype
+        acc_dq = grads.dq if same else torch.zeros(grads.dq.shape, dtype=c.work_dtype)
     for n_start in range(0, c.seqlen_k, size.BLOCK_N):
         n = range(n_start, min(n_start + size.BLOCK_N, c.seqlen_k))
         _key_block(c, scores, n, size, dout, reference, correction, delta, grads, acc_dq)
     if grads.dq is not None and acc_dq is not None:
-        for start, acc in zip(starts, acc_dq, strict=True):
-            store_rows(grads.dq, start, start + acc.shape[3], acc.mul_(c.softmax_scale))
+        grads.dq.copy_(acc_dq.mul_(c.softmax_scale))
 
 
 def _preprocess(
@@ -122,18 +111,18 @@ def _key_block(
     correction: Tensor,
     delta: Tensor,
     grads: ChunkGradients,
-    acc_dq: list[Tensor] | None,
+    acc_dq: Tensor | None,
 ) -> None:
     """dK and dV of one key block, and its share of dQ and dbias."""
     c = chunk
     k = c.col_block("k", c.k, n.start, n.stop)
     v = c.col_block("v", c.v, n.start, n.stop)
+    k_x = c.col_block("k_x", c.k, n.start, n.stop, c.product_dtype)
     acc_dk = c.scratch.take("acc_dk", c.nmat, len(n), k.shape[-1]).zero_()
     acc_dv = c.scratch.take("acc_dv", c.nmat, len(n), v.shape[-1]).zero_()
     first, last = c.mask.rows_of(n.start, n.stop, c.seqlen_q, c.seqlen_k)
     for block in range(first // size.BLOCK_M, -(-last // size.BLOCK_M) if first < last else 0):
-        m_start = block * size.BLOCK_M
-        m = range(max(m_start, first), min(m_start + size.BLOCK_M, last))
+        m = range(max(block * size.BLOCK_M, first), min((block + 1) * size.BLOCK_M, last))
         rows = slice(m.start, m.stop)
         q = scores.load_q(m.start, m.stop)
         do = c.row_block("do", dout, m.start, m.stop)
@@ -149,7 +138,8 @@ def _key_block(
             weights = p
             if keep_scale is not None:
                 weights = torch.mul(p, keep_scale, out=c.scratch.take("pz", *p.shape))
-            accumulate(c, acc_dv, weights.mT, do, None if seen is None else seen.mT)
+            weights, do_x = narrow(c, "p", weights), narrow(c, "do_x", do)
+            accumulate(c, acc_dv, weights.mT, do_x, None if seen is None else seen.mT)
         if not grads.needs_ds:
             continue
         dp = torch.bmm(do, v.mT, out=c.scratch.take("dp", *p.shape))
@@ -164,15 +154,16 @@ def _key_block(
             into.add_(c.by_row(ds).sum_to_size(into.shape))
         if dcap is not None:
             ds.mul_(dcap)
+        ds_x = narrow(c, "ds", ds)
         if grads.dk is not None:
-            accumulate(c, acc_dk, ds.mT, q, None if seen is None else seen.mT)
+            q_x = c.row_block("q_x", c.q, m.start, m.stop, c.product_dtype)
+            accumulate(c, acc_dk, ds_x.mT, q_x, None if seen is None else seen.mT)
         if acc_dq is not None:
-            acc = acc_dq[block][:, :, :, m.start - m_start : m.stop - m_start]
-            accumulate(c, acc, ds, k, seen)
+            accumulate(c, acc_dq[:, rows].permute(0, 2, 3, 1, 4), ds_x, k_x, seen)
     b, hk = c.k.shape[0], c.k.shape[2]
     cols = slice(n.start, n.stop)
-    if grads.dk is not None:  # q came times q_factor
-        acc_dk.mul_(c.softmax_scale / scores.q_factor if scores.q_factor else 0.0)
+    if grads.dk is not None:
+        acc_dk.mul_(c.softmax_scale)
         grads.dk[:, cols].copy_(acc_dk.view(b, hk, len(n), -1).transpose(1, 2))
     if grads.dv is not None:
         grads.dv[:, cols].copy_(acc_dv.view(b, hk, len(n), -1).transpose(1, 2))

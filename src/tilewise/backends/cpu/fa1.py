@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .score import NEG_INF, Scores, accumulate, hidden_free
+from .score import NEG_INF, Scores, accumulate, hidden_free, narrow
 from .tiles import Chunk, block_sizes, store_rows
 
 BLOCK_M, BLOCK_N = 256, 256
@@ -38,7 +38,7 @@ def fwd(chunk: Chunk, out: Tensor, lse: Tensor) -> None:
     for n_start in range(0, c.seqlen_k, size.BLOCK_N):
         n = range(n_start, min(n_start + size.BLOCK_N, c.seqlen_k))
         k = c.col_block("k", c.k, n.start, n.stop)
-        v = c.value_block("v", n.start, n.stop)
+        v = c.col_block("v", c.v, n.start, n.stop, c.product_dtype)
         first, last = c.mask.rows_of(n.start, n.stop, sq, c.seqlen_k)
         for m_start in range(first, last, size.BLOCK_M):
             m = range(m_start, min(m_start + size.BLOCK_M, last))
@@ -74,7 +74,7 @@ def _visit(
         p.view(s.shape).mul_(keep_scale)
     p.mul_(new)
     o.mul_(old * l_i)
-    accumulate(chunk, o, p.view(s.shape), v, seen)
+    accumulate(chunk, o, narrow(chunk, "p", p.view(s.shape)), v, seen)
     o.div_(l_new.masked_fill(l_new == 0, 1.0))
     m_i.copy_(m_new)
     l_i.copy_(l_new)

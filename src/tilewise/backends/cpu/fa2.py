@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .score import NEG_INF, Scores, accumulate, hidden_free
+from .score import NEG_INF, Scores, accumulate, hidden_free, narrow
 from .tiles import Chunk, block_sizes, store_rows
 
 BLOCK_M, BLOCK_N = 512, 256
@@ -56,7 +56,7 @@ def _query_block(
     for n_start in starts:
         n = range(n_start, min(n_start + BLOCK_N, n_max))
         k = c.col_block("k", c.k, n.start, n.stop)
-        v = c.value_block("v", n.start, n.stop)
+        v = c.col_block("v", c.v, n.start, n.stop, c.product_dtype)
         # only the rows of the block that see one of these keys
         first, last = c.mask.rows_of(n.start, n.stop, c.seqlen_q, c.seqlen_k)
         m = range(max(rows.start, first), min(rows.stop, last))
@@ -81,5 +81,5 @@ def _query_block(
         keep_scale = scores.keep_scale(m, n)
         if keep_scale is not None:
             p.mul_(keep_scale)
-        accumulate(c, acc, p, v, seen)
+        accumulate(c, acc, narrow(c, "p", p), v, seen)
     return acc_o, m_i, l_i

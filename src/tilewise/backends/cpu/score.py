@@ -71,7 +71,7 @@ class Scores:
 
     def load_q(self, start: int, stop: int) -> Tensor:
         """Rows of q times ``q_factor``, (nmat, G * n, D) in the work dtype."""
-        return self.chunk.row_block("q", self.chunk.q, start, stop, self.q_factor)
+        return self.chunk.row_block("q", self.chunk.q, start, stop).mul_(self.q_factor)
 
     def tile(
         self, q: Tensor, k: Tensor, m: range, n: range, slope: bool = False
@@ -194,27 +194,32 @@ class Scores:
         return self._hidden[key]
 
 
+def narrow(chunk: Chunk, name: str, w: Tensor) -> Tensor:
+    """Weights in the dtype of products: themselves, or a copy in scratch memory of this name."""
+    if chunk.product_dtype == w.dtype:
+        return w
+    return chunk.scratch.take(name, *w.shape, dtype=chunk.product_dtype).copy_(w)
+
+
 def accumulate(chunk: Chunk, acc: Tensor, w: Tensor, x: Tensor, seen: Tensor | None) -> None:
     """acc += w @ x.
 
     Args:
         chunk: whose scratch memory may be used.
         acc: (nmat, R, C), or (B, Hk, G, n, C) of which R = G * n rows; need not be contiguous.
-        w: (nmat, R, K).
-        x: (nmat, K, C); in bfloat16 the product is taken in bfloat16, else in the work dtype.
+        w: (nmat, R, K) in the product dtype.
+        x: (nmat, K, C) in the product dtype.
         seen: None, or (nmat, R, K) bool: what is not finite in x reaches only rows that see it, as
             NaN.
     """
     taint = None
     if seen is not None:
         bad = ~torch.isfinite(x)
-        x = x.to(chunk.work_dtype).masked_fill(bad, 0.0)
+        w, x = w.to(chunk.work_dtype), x.to(chunk.work_dtype).masked_fill(bad, 0.0)
         taint = torch.bmm(seen.to(chunk.work_dtype), bad.to(chunk.work_dtype)) > 0
     elif acc.is_contiguous() and x.dtype == chunk.work_dtype:
         acc.view(chunk.nmat, -1, acc.shape[-1]).baddbmm_(w, x)
         return
-    elif x.dtype == torch.bfloat16:
-        w = chunk.scratch.take("w_bf16", *w.shape, dtype=x.dtype).copy_(w)
     product = chunk.scratch.take("product", w.shape[0], w.shape[1], x.shape[2], dtype=x.dtype)
     torch.bmm(w, x, out=product)
     if taint is not None:

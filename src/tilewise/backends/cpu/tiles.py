@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -23,6 +24,12 @@ from ..base import AttentionTensors
 # One score tile of a chunk holds at most this many elements: 4 MiB in float32, within a shared L3
 # cache.
 TILE_ELEMENTS = 1 << 20
+
+
+@cache
+def has_bf16() -> bool:
+    """Whether this CPU multiplies bfloat16 matrices fast."""
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,14 +116,25 @@ class Chunk:
         """Matrices in a batched matmul."""
         return self.q.shape[0] * self.q.shape[2]
 
-    def row_block(self, name: str, x: Tensor, start: int, stop: int, scale: float = 1.0) -> Tensor:
-        """Rows of a (B, S, Hk, G, D) tensor as (B * Hk, G * n, D), work dtype, times scale."""
+    @property
+    def product_dtype(self) -> torch.dtype:
+        """What weights and values are multiplied in: P V, P^T dO, dS K and dS^T Q.
+
+        bfloat16 inputs stay bfloat16 where the CPU has it: the product rounds what would be
+        rounded anyway. Scores never do. float16 has no fast matmul on a CPU.
+        """
+        return torch.bfloat16 if self.q.dtype == torch.bfloat16 and has_bf16() else self.work_dtype
+
+    def row_block(
+        self, name: str, x: Tensor, start: int, stop: int, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """Rows of a (B, S, Hk, G, D) tensor as (B * Hk, G * n, D), copied.
+
+        The dtype is the work dtype unless another is given.
+        """
         rows = x[:, start:stop].permute(0, 2, 3, 1, 4)  # (B, Hk, G, n, D)
-        buf = self.scratch.take(name, *rows.shape)
-        buf.copy_(rows)
-        if scale != 1.0:
-            buf.mul_(scale)
-        return buf.view(self.nmat, -1, x.shape[-1])
+        buf = self.scratch.take(name, *rows.shape, dtype=dtype)
+        return buf.copy_(rows).view(self.nmat, -1, x.shape[-1])
 
     def col_block(
         self, name: str, x: Tensor, start: int, stop: int, dtype: torch.dtype | None = None
@@ -131,15 +149,6 @@ class Chunk:
             return rows[0]
         buf = self.scratch.take(name, *rows.shape, dtype=dtype)
         return buf.copy_(rows).view(self.nmat, -1, x.shape[-1])
-
-    def value_block(self, name: str, start: int, stop: int) -> Tensor:
-        """Rows of v for the forward: bfloat16 stays, everything else comes in the work dtype.
-
-        P V may be taken in bfloat16, which rounds what will be rounded anyway; Q K^T may not.
-        float16 has no fast matmul on a CPU.
-        """
-        dtype = torch.bfloat16 if self.v.dtype == torch.bfloat16 else None
-        return self.col_block(name, self.v, start, stop, dtype)
 
     def by_row(self, x: Tensor) -> Tensor:
         """(B * Hk, G * n, C) as (B, Hk, G, n, C)."""
