@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .score import NEG_INF, Scores, accumulate, hidden_free, narrow
-from .tiles import BlockSizes, Chunk, block_sizes
+from .tiles import BlockSizes, Chunk, Columns, block_sizes
 
 BLOCK_M, BLOCK_N = 256, 256
 
@@ -77,9 +77,11 @@ def bwd(
         # (B, Sq, Hk, G, D): dQ itself where it has the accumulator's dtype
         same = grads.dq.dtype == c.work_dtype
         acc_dq = grads.dq if same else torch.zeros(grads.dq.shape, dtype=c.work_dtype)
+    # K for the scores, V, and K for dQ
+    columns = c.columns("k", c.k), c.columns("v", c.v), c.columns("k_x", c.k, c.product_dtype)
     for n_start in range(0, c.seqlen_k, size.BLOCK_N):
         n = range(n_start, min(n_start + size.BLOCK_N, c.seqlen_k))
-        _key_block(c, scores, n, size, dout, reference, correction, delta, grads, acc_dq)
+        _key_block(c, scores, columns, n, size, dout, reference, correction, delta, grads, acc_dq)
     if grads.dq is not None and acc_dq is not None:
         grads.dq.copy_(acc_dq.mul_(c.softmax_scale))
 
@@ -104,6 +106,7 @@ def _preprocess(
 def _key_block(
     chunk: Chunk,
     scores: Scores,
+    columns: tuple[Columns, Columns, Columns],
     n: range,
     size: BlockSizes,
     dout: Tensor,
@@ -115,9 +118,7 @@ def _key_block(
 ) -> None:
     """dK and dV of one key block, and its share of dQ and dbias."""
     c = chunk
-    k = c.col_block("k", c.k, n.start, n.stop)
-    v = c.col_block("v", c.v, n.start, n.stop)
-    k_x = c.col_block("k_x", c.k, n.start, n.stop, c.product_dtype)
+    k, v, k_x = (x.block(n) for x in columns)
     acc_dk = c.scratch.take("acc_dk", c.nmat, len(n), k.shape[-1]).zero_()
     acc_dv = c.scratch.take("acc_dv", c.nmat, len(n), v.shape[-1]).zero_()
     first, last = c.mask.rows_of(n.start, n.stop, c.seqlen_q, c.seqlen_k)

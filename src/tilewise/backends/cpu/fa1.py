@@ -35,10 +35,10 @@ def fwd(chunk: Chunk, out: Tensor, lse: Tensor) -> None:
     if c.sink is not None:  # a key without a value, seen by every row first
         m_i = m_i.maximum((c.sink * scores.unit)[..., None])
         l_i = l_i + (m_i != NEG_INF).to(c.work_dtype)
+    keys, values = c.columns("k", c.k), c.columns("v", c.v, c.product_dtype)
     for n_start in range(0, c.seqlen_k, size.BLOCK_N):
         n = range(n_start, min(n_start + size.BLOCK_N, c.seqlen_k))
-        k = c.col_block("k", c.k, n.start, n.stop)
-        v = c.col_block("v", c.v, n.start, n.stop, c.product_dtype)
+        k, v = keys.block(n), values.block(n)
         first, last = c.mask.rows_of(n.start, n.stop, sq, c.seqlen_k)
         for m_start in range(first, last, size.BLOCK_M):
             m = range(m_start, min(m_start + size.BLOCK_M, last))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .score import NEG_INF, Scores, accumulate, hidden_free, narrow
-from .tiles import Chunk, block_sizes, store_rows
+from .tiles import Chunk, Columns, block_sizes, store_rows
 
 BLOCK_M, BLOCK_N = 512, 256
 
@@ -25,9 +25,11 @@ def fwd(chunk: Chunk, out: Tensor, lse: Tensor) -> None:
     """Writes out (B, Sq, Hk, G, Dv) and lse (B, Hk, G, Sq), natural units, of one chunk."""
     scores = Scores(chunk)
     size = block_sizes(BLOCK_M, BLOCK_N, chunk.group, chunk.seqlen_q, chunk.seqlen_k)
+    k, v = chunk.columns("k", chunk.k), chunk.columns("v", chunk.v, chunk.product_dtype)
     for m_start in range(0, chunk.seqlen_q, size.BLOCK_M):
         m_stop = min(m_start + size.BLOCK_M, chunk.seqlen_q)
-        acc_o, m_i, l_i = _query_block(chunk, scores, range(m_start, m_stop), size.BLOCK_N)
+        rows = range(m_start, m_stop)
+        acc_o, m_i, l_i = _query_block(chunk, scores, k, v, rows, size.BLOCK_N)
         if chunk.sink is not None:
             sink = (chunk.sink * scores.unit)[..., None]  # (1, Hk, G, 1, 1)
             m_new = torch.maximum(m_i, sink)
@@ -42,7 +44,7 @@ def fwd(chunk: Chunk, out: Tensor, lse: Tensor) -> None:
 
 
 def _query_block(
-    chunk: Chunk, scores: Scores, rows: range, BLOCK_N: int
+    chunk: Chunk, scores: Scores, k: Columns, v: Columns, rows: range, BLOCK_N: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Unscaled O (B, Hk, G, n, Dv), m and l (B, Hk, G, n, 1) of one block of queries."""
     c = chunk
@@ -55,8 +57,6 @@ def _query_block(
     starts = range(n_min // 16 * 16, n_max, BLOCK_N) if n_min < n_max else range(0)
     for n_start in starts:
         n = range(n_start, min(n_start + BLOCK_N, n_max))
-        k = c.col_block("k", c.k, n.start, n.stop)
-        v = c.col_block("v", c.v, n.start, n.stop, c.product_dtype)
         # only the rows of the block that see one of these keys
         first, last = c.mask.rows_of(n.start, n.stop, c.seqlen_q, c.seqlen_k)
         m = range(max(rows.start, first), min(rows.stop, last))
@@ -65,7 +65,7 @@ def _query_block(
             here = slice(m.start - rows.start, m.stop - rows.start)
             q_m = c.by_row(q)[:, :, :, here].reshape(c.nmat, -1, q.shape[-1])
             acc, m_m, l_m = (x[:, :, :, here] for x in (acc_o, m_i, l_i))
-        s, _ = scores.tile(q_m, k, m, n)
+        s, _ = scores.tile(q_m, k.block(n), m, n)
         seen = hidden_free(scores, s)
         if not scores.bounded:
             by_row = c.by_row(s)
@@ -81,5 +81,5 @@ def _query_block(
         keep_scale = scores.keep_scale(m, n)
         if keep_scale is not None:
             p.mul_(keep_scale)
-        accumulate(c, acc, narrow(c, "p", p), v, seen)
+        accumulate(c, acc, narrow(c, "p", p), v.block(n), seen)
     return acc_o, m_i, l_i

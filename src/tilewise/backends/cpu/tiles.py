@@ -24,6 +24,8 @@ from ..base import AttentionTensors
 # One score tile of a chunk holds at most this many elements: 4 MiB in float32, within a shared L3
 # cache.
 TILE_ELEMENTS = 1 << 20
+# Keys or values of up to this many elements are converted once, larger ones again for each tile.
+WHOLE_ELEMENTS = 1 << 22
 
 
 @cache
@@ -67,6 +69,26 @@ class Scratch:
         if flat is None or flat.numel() < size:
             flat = self._flat[key] = torch.empty(size, dtype=key[1])
         return flat[:size].view(shape)
+
+
+@dataclass(slots=True)
+class Columns:
+    """Keys or values of a chunk: a view, a converted copy if small, else copied by block."""
+
+    name: str
+    x: Tensor  # (B, S, Hk, D)
+    dtype: torch.dtype
+    nmat: int
+    scratch: Scratch
+    whole: Tensor | None  # (B * Hk, S, D)
+
+    def block(self, n: range) -> Tensor:
+        """Rows ``n``, (B * Hk, len(n), D)."""
+        if self.whole is not None:
+            return self.whole[:, n.start : n.stop]
+        rows = self.x[:, n.start : n.stop].transpose(1, 2)  # (B, Hk, n, D)
+        buf = self.scratch.take(self.name, *rows.shape, dtype=self.dtype)
+        return buf.copy_(rows).view(self.nmat, -1, self.x.shape[-1])
 
 
 @dataclass(slots=True)
@@ -136,19 +158,15 @@ class Chunk:
         buf = self.scratch.take(name, *rows.shape, dtype=dtype)
         return buf.copy_(rows).view(self.nmat, -1, x.shape[-1])
 
-    def col_block(
-        self, name: str, x: Tensor, start: int, stop: int, dtype: torch.dtype | None = None
-    ) -> Tensor:
-        """Rows of a (B, S, Hk, D) tensor as (B * Hk, n, D); a view where it can be.
-
-        The dtype is the work dtype unless another is given.
-        """
+    def columns(self, name: str, x: Tensor, dtype: torch.dtype | None = None) -> Columns:
+        """A (B, S, Hk, D) tensor to take blocks of rows from, in the work dtype or another."""
         dtype = dtype or self.work_dtype
-        rows = x[:, start:stop].transpose(1, 2)  # (B, Hk, n, D)
-        if rows.dtype == dtype and rows.shape[0] == 1 and rows.stride(-1) == 1:
-            return rows[0]
-        buf = self.scratch.take(name, *rows.shape, dtype=dtype)
-        return buf.copy_(rows).view(self.nmat, -1, x.shape[-1])
+        whole = None
+        if x.dtype == dtype and x.shape[0] == 1 and x.stride(-1) == 1:
+            whole = x[0].transpose(0, 1)
+        elif x.numel() <= WHOLE_ELEMENTS:
+            whole = x.transpose(1, 2).to(dtype).contiguous().view(self.nmat, -1, x.shape[-1])
+        return Columns(name, x, dtype, self.nmat, self.scratch, whole)
 
     def by_row(self, x: Tensor) -> Tensor:
         """(B * Hk, G * n, C) as (B, Hk, G, n, C)."""
