@@ -11,15 +11,16 @@ from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from .arguments import Options, Packing, dense_call, packed_call, refuse_block_table
 from .backends.base import AttentionTensors
 from .dispatch import Choice, choose
-from .errors import InvalidInputError
-from .ops import attention, vmap
+from .errors import InvalidInputError, UnsupportedError
+from .ops import attention, autograd
 from .ops.schema import Scalars, describe
 
-vmap.register()
+autograd.register()
 
 Result = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
 
@@ -366,6 +367,8 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Choice:
     refuse_block_table(arguments.pop("block_table", None))
     packing = {name: arguments.pop(name) for name in Packing._fields if name in arguments}
     options = Options(**arguments)
+    if options.seed is None:
+        options = options._replace(seed=0)  # none is drawn: explaining leaves the generator alone
     if packing:
         tensors, scalars = packed_call(q, k, v, Packing(**packing), options)
     else:
@@ -432,7 +435,7 @@ def merge_attention(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Ten
     empty = total == 0
     total = total.masked_fill(empty, 1.0)
     share = (weights / total).mT.unsqueeze(-1)  # (parts, ..., seqlen_q, nheads, 1)
-    out = torch.where(share == 0, torch.zeros((), dtype=dtype), share * outs).sum(0)
+    out = (share * outs.masked_fill(share == 0, 0.0)).sum(0)
     lse = (m + torch.log(total)).masked_fill(empty, float("-inf"))
     return out.to(first_out.dtype), lse
 
@@ -451,6 +454,12 @@ def _unpack(name: str, x: Tensor, parts: int, dims: int) -> tuple[Tensor, ...]:
 
 def _run(tensors: AttentionTensors, scalars: Scalars, options: Options) -> Result:
     t = tensors
+    if not torch.compiler.is_compiling():
+        for x in (t.q, t.k, t.v, t.attn_bias, t.sink):
+            if x is not None and forward_ad.unpack_dual(x).tangent is not None:  # type: ignore[no-untyped-call]
+                raise UnsupportedError(
+                    "forward-mode derivatives", {"every backend": ("no jvp; use reverse mode",)}
+                )
     flat = (
         t.q, t.k, t.v, t.attn_bias, t.alibi_slopes, t.sink, t.cu_seqlens_q, t.cu_seqlens_k,
         t.seqused_q, t.seqused_k, t.seed, *scalars,
@@ -458,9 +467,7 @@ def _run(tensors: AttentionTensors, scalars: Scalars, options: Options) -> Resul
     if options.return_attn_probs:  # refused here, before the forward, where no backend has it
         with torch.no_grad():
             probs = attention.flash_attn_probs(*flat)
-    out: Tensor
-    lse: Tensor
-    out, lse = attention.flash_attn_fwd(*flat)
+    out, lse = autograd.attention(flat)
     if not (options.return_lse or options.return_attn_probs):
         return out
     lse = lse.to(torch.float64 if t.q.dtype == torch.float64 else torch.float32)

@@ -121,7 +121,8 @@ def _softmax(sc: _Scores, sink: Tensor | None) -> tuple[Tensor, Tensor]:
     total = total.masked_fill(empty, 1.0)
     lse = (m + torch.log(total)).masked_fill(empty, NEG_INF)
     # not exp(s - lse): beside a large m the sum's logarithm is lost
-    return torch.exp(s - m[..., None]) / total[..., None], lse
+    p = torch.exp(s - m[..., None]) / total[..., None]
+    return p.masked_fill(~sc.seen, 0.0), lse
 
 
 def _keep_scale(problem: AttentionProblem, t: AttentionTensors, first: int, p: Tensor) -> Tensor:
@@ -210,7 +211,7 @@ def backward(
     if dlse is not None:
         delta = delta - dlse.to(dtype)[..., None].masked_fill(empty, 0.0)
     ds = (p * (dp - delta)).masked_fill(hidden, 0.0)
-    dx = ds if sc.slope is None else ds * sc.slope
+    dx = ds if sc.slope is None else (ds * sc.slope).masked_fill(hidden, 0.0)
     dq = (dx @ sc.k) * problem.softmax_scale
     dk = (dx.mT @ sc.q) * problem.softmax_scale
 
@@ -223,7 +224,7 @@ def backward(
     if t.attn_bias is not None and t.attn_bias.dtype != torch.bool:
         grads.dbias = ds.sum_to_size(t.attn_bias.shape)
     if t.sink is not None:
-        p_sink = torch.exp(t.sink.to(dtype)[None, :, None] - lse)
+        p_sink = torch.exp(t.sink.to(dtype)[None, :, None] - lse).masked_fill(lse == NEG_INF, 0.0)
         grads.dsink = -(p_sink * delta.squeeze(-1)).sum((0, 2))
     return grads
 

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-UNBOUNDED = -1
-
 
 @dataclass(frozen=True, slots=True)
 class MaskSpec:
@@ -25,11 +23,6 @@ class MaskSpec:
     def from_window(cls, left: int, right: int) -> MaskSpec:
         """Reads flash-attn's form, in which -1 is without limit."""
         return cls(None if left < 0 else left, None if right < 0 else right)
-
-    @property
-    def is_full(self) -> bool:
-        """Every row sees every key, whatever the lengths."""
-        return self.window_left is None and self.window_right is None
 
     def keys_of(self, m_start: int, m_stop: int, seqlen_q: int, seqlen_k: int) -> tuple[int, int]:
         """The smallest range of keys outside which rows [m_start, m_stop) see nothing."""
@@ -55,7 +48,3 @@ class MaskSpec:
         left_ok = self.window_left is None or n_start >= m_stop - 1 + shift - self.window_left
         right_ok = self.window_right is None or n_stop - 1 <= m_start + shift + self.window_right
         return left_ok and right_ok
-
-    def hides_any(self, seqlen_q: int, seqlen_k: int) -> bool:
-        """Whether some pair of a row and a key is hidden."""
-        return not self.covers(0, seqlen_q, 0, seqlen_k, seqlen_q, seqlen_k)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .attention import NAMESPACE, _library, flash_attn_bwd, flash_attn_fwd, flash_attn_probs
+from .attention import flash_attn_bwd, flash_attn_fwd, flash_attn_probs, library
 from .schema import NUM_ARGUMENTS, split
 
 
@@ -58,26 +58,33 @@ def _fold(op: Callable[..., Any], size: int, in_dims: Any, arguments: Any) -> An
     return split_again, (0,) * len(split_again)
 
 
-def _fwd_vmap(info: Any, in_dims: Any, *arguments: Any) -> Any:
+def fwd_rule(op: Callable[..., Any], info: Any, in_dims: Any, arguments: Any) -> Any:
+    """The rule of a forward with the schema's arguments."""
     rule = _fold if _can_fold(arguments) and info.batch_size else _loop
-    return rule(flash_attn_fwd, info.batch_size, in_dims, arguments)
+    return rule(op, info.batch_size, in_dims, arguments)
 
 
-def _bwd_vmap(info: Any, in_dims: Any, *arguments: Any) -> Any:
+def bwd_rule(op: Callable[..., Any], info: Any, in_dims: Any, arguments: Any) -> Any:
+    """The rule of a backward: dout and dlse before the schema's arguments."""
     foldable = _can_fold(arguments[2 : 2 + NUM_ARGUMENTS]) and info.batch_size
-    rule = _fold if foldable else _loop
-    return rule(flash_attn_bwd, info.batch_size, in_dims, arguments)
-
-
-def _probs_vmap(info: Any, in_dims: Any, *arguments: Any) -> Any:
-    return _loop(flash_attn_probs, info.batch_size, in_dims, arguments)
+    return (_fold if foldable else _loop)(op, info.batch_size, in_dims, arguments)
 
 
 def register() -> None:
     """Tells torch the rules."""
-    for name, rule in (
-        ("flash_attn_fwd", _fwd_vmap),
-        ("flash_attn_bwd", _bwd_vmap),
-        ("flash_attn_probs", _probs_vmap),
+
+    def probs_rule(op: Callable[..., Any], info: Any, in_dims: Any, arguments: Any) -> Any:
+        return _loop(op, info.batch_size, in_dims, arguments)
+
+    for op, rule in (
+        (flash_attn_fwd, fwd_rule),
+        (flash_attn_bwd, bwd_rule),
+        (flash_attn_probs, probs_rule),
     ):
-        torch.library.register_vmap(f"{NAMESPACE}::{name}", rule, lib=_library)
+
+        def registered(
+            info: Any, in_dims: Any, *arguments: Any, op: Any = op, rule: Any = rule
+        ) -> Any:
+            return rule(op, info, in_dims, arguments)
+
+        torch.library.register_vmap(op.name(), registered, lib=library)

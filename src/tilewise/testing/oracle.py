@@ -96,4 +96,5 @@ def _reference(
         like_out, like_lse = out.to(q.dtype), lse.to(lse_dtype)
         dout, dlse = cotangents(like_out, like_lse)
         g = reference.attention_backward(problem, tensors, dout, dlse, dtype)
-    return Results(out, lse, g.dq, g.dk, g.dv, g.dbias, g.dsink)
+    dbias = None if g.dbias is None else g.dbias.reshape(arguments["attn_bias"].shape)
+    return Results(out, lse, g.dq, g.dk, g.dv, dbias, g.dsink)

@@ -22,6 +22,9 @@ from .tiles import BlockSizes, Chunk, Columns, block_sizes
 
 BLOCK_M, BLOCK_N = 256, 256
 
+# Beside a larger lse the logarithm of the sum has lost digits that count.
+LARGE_LSE = {torch.float32: 2.0**20, torch.float64: 2.0**10}
+
 
 class ChunkGradients:
     """Where one chunk's gradients go: views of the results, None where not wanted."""
@@ -65,11 +68,19 @@ def bwd(
     lse = lse.unsqueeze(-1)  # (B, Hk, G, Sq, 1)
     delta = _preprocess(c, out, lse, dout, dlse, size.BLOCK_M)
     scores.tame = scores.tame and bool(torch.isfinite(delta).all())
+    p_sink = _sink_weight(c, scores, lse)
     if grads.dsink is not None:
-        assert c.sink is not None
-        p_sink = torch.exp(c.sink.double()[..., None] - lse)
         grads.dsink.sub_((p_sink * delta).sum((0, 3, 4)))
+    if grads.dbias is not None and grads.dbias.shape[-1] == 1:
+        # one bias for all keys of a row: sum_j dS_ij = dlse_i + p_sink delta_i, whatever the keys
+        total = p_sink * delta
+        if dlse is not None:
+            total = total + dlse.unsqueeze(-1).masked_fill(lse == NEG_INF, 0.0)
+        grads.dbias.add_(total.sum_to_size(grads.dbias.shape))
+        grads.dbias = None
     reference, correction = scores.from_lse(lse)
+    if bool((lse.abs() > LARGE_LSE[c.work_dtype]).logical_and(lse.isfinite()).any()):
+        correction = _renormalise(c, scores, size, reference)
     # exp(S - lse) = P' * correction: the row factor goes to dO and delta, which are small
     delta.mul_(correction)
     acc_dq = None
@@ -84,6 +95,41 @@ def bwd(
         _key_block(c, scores, columns, n, size, dout, reference, correction, delta, grads, acc_dq)
     if grads.dq is not None and acc_dq is not None:
         grads.dq.copy_(acc_dq.mul_(c.softmax_scale))
+
+
+def _sink_weight(chunk: Chunk, scores: Scores, lse: Tensor) -> Tensor:
+    """exp(sink - lse), (B, Hk, G, Sq, 1) float64, with the sink as the forward rounded it."""
+    if chunk.sink is None:
+        return torch.zeros_like(lse)
+    sink = (chunk.sink * scores.unit).double() / scores.unit
+    return torch.exp(sink[..., None] - lse).masked_fill_(lse == NEG_INF, 0.0)
+
+
+def _renormalise(chunk: Chunk, scores: Scores, size: BlockSizes, reference: Tensor) -> Tensor:
+    """1 / sum_j exp(S - reference), where lse has no digits left for the sum; one more pass."""
+    c = chunk
+    total = torch.zeros(reference.shape, dtype=torch.float64)
+    if c.sink is not None:
+        total += scores.exp_((c.sink * scores.unit)[..., None] - reference)
+    keys = c.columns("k", c.k)
+    for n_start in range(0, c.seqlen_k, size.BLOCK_N):
+        n = range(n_start, min(n_start + size.BLOCK_N, c.seqlen_k))
+        first, last = c.mask.rows_of(n.start, n.stop, c.seqlen_q, c.seqlen_k)
+        for m_start in range(first, last, size.BLOCK_M):
+            m = range(m_start, min(m_start + size.BLOCK_M, last))
+            rows = slice(m.start, m.stop)
+            s, _ = scores.tile(scores.load_q(m.start, m.stop), keys.block(n), m, n)
+            p = _probabilities(c, scores, s, reference[:, :, :, rows])
+            total[:, :, :, rows] += c.by_row(p).sum(-1, keepdim=True)
+    return torch.where(total > 0, 1.0 / total, 1.0).to(c.work_dtype)
+
+
+def _probabilities(chunk: Chunk, scores: Scores, s: Tensor, reference: Tensor) -> Tensor:
+    """exp(S - lse) up to the row's correction, in place of S."""
+    chunk.by_row(s).sub_(reference)
+    if scores.natural:
+        s.clamp_(max=0.0)  # s <= lse; beside a bias of 1e38 rounding may say otherwise
+    return scores.exp_(s)
 
 
 def _preprocess(
@@ -130,10 +176,9 @@ def _key_block(
         c.by_row(do).mul_(correction[:, :, :, rows])
         s, dcap = scores.tile(q, k, m, n, slope=True)
         seen = hidden_free(scores, s)
-        c.by_row(s).sub_(reference[:, :, :, rows])
-        if scores.natural:
-            s.clamp_(max=0.0)  # s <= lse; beside |lse| > 2^24 rounding may say otherwise
-        p = scores.exp_(s)
+        p = _probabilities(c, scores, s, reference[:, :, :, rows])
+        if seen is not None:
+            p.masked_fill_(~seen, 0.0)  # a row whose lse is NaN
         keep_scale = scores.keep_scale(m, n)
         if grads.dv is not None:
             weights = p
@@ -155,6 +200,8 @@ def _key_block(
             into.add_(c.by_row(ds).sum_to_size(into.shape))
         if dcap is not None:
             ds.mul_(dcap)
+            if seen is not None:
+                ds.masked_fill_(~seen, 0.0)
         ds_x = narrow(c, "ds", ds)
         if grads.dk is not None:
             q_x = c.row_block("q_x", c.q, m.start, m.stop, c.product_dtype)

@@ -24,6 +24,8 @@ BOUND_LOG2 = 64.0
 # tame for all else.
 BOUNDED_VALUE_NORM = 2.0**30
 TAME = 1e37
+# Below this width baddbmm adds up in an order that loses digits; bmm does not.
+NARROW = 16
 
 
 def largest_norm(x: Tensor, dtype: torch.dtype) -> float:
@@ -66,6 +68,7 @@ class Scores:
             and norm_v <= BOUNDED_VALUE_NORM
             and not self.natural
             and c.alibi_slopes is None
+            and c.product_dtype == c.work_dtype  # else a dominant weight must be 1 to stay exact
         )
         self._hidden: dict[tuple[int, int, int], Tensor] = {}
 
@@ -217,7 +220,7 @@ def accumulate(chunk: Chunk, acc: Tensor, w: Tensor, x: Tensor, seen: Tensor | N
         bad = ~torch.isfinite(x)
         w, x = w.to(chunk.work_dtype), x.to(chunk.work_dtype).masked_fill(bad, 0.0)
         taint = torch.bmm(seen.to(chunk.work_dtype), bad.to(chunk.work_dtype)) > 0
-    elif acc.is_contiguous() and x.dtype == chunk.work_dtype:
+    elif acc.is_contiguous() and x.dtype == chunk.work_dtype and x.shape[2] >= NARROW:
         acc.view(chunk.nmat, -1, acc.shape[-1]).baddbmm_(w, x)
         return
     product = chunk.scratch.take("product", w.shape[0], w.shape[1], x.shape[2], dtype=x.dtype)

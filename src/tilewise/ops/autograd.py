@@ -1,0 +1,157 @@
+"""Derivatives of the operators, told to torch twice.
+
+``torch.library.register_autograd`` serves eager mode and torch.compile. torch.func's transforms
+want an ``autograd.Function`` with ``setup_context`` and ``vmap``: ``Attention``, of the same rules.
+
+The backward of the backward is the derivative of the reference formulas: a composite that holds
+O(N^2) memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..backends import reference
+from ..dispatch import choose
+from . import vmap
+from .attention import DIFFERENTIABLE, NAMESPACE, flash_attn_bwd, flash_attn_fwd, library
+from .schema import NUM_ARGUMENTS, NUM_TENSORS, describe, split
+
+
+def _fwd_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    tensors, scalars = split(inputs)
+    # a call whose backward no backend has is refused now, not after the forward
+    choose(describe(tensors, scalars, needs_grad=True), scalars.backend, scalars.algorithm)
+    ctx.save_for_backward(*inputs[:NUM_TENSORS], *output)
+    ctx.scalars = inputs[NUM_TENSORS:]
+    ctx.set_materialize_grads(False)
+
+
+def _fwd_backward(
+    bwd: Callable[..., Any], ctx: Any, dout: Tensor | None, dlse: Tensor | None
+) -> tuple[Any, ...]:
+    *tensors, out, lse = ctx.saved_tensors
+    grads: list[Tensor | None] = [None] * NUM_ARGUMENTS
+    if dout is None and dlse is None:
+        return tuple(grads)
+    if dout is None:
+        dout = torch.zeros_like(out)
+    wanted = [ctx.needs_input_grad[place] for place in DIFFERENTIABLE]
+    found = bwd(dout, dlse, *tensors, *ctx.scalars, out, lse, wanted)
+    for place, want, grad in zip(DIFFERENTIABLE, wanted, found, strict=True):
+        if want:
+            grads[place] = grad
+    return tuple(grads)
+
+
+def _bwd_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(*inputs[: 2 + NUM_TENSORS])
+    ctx.scalars = inputs[2 + NUM_TENSORS : 2 + NUM_ARGUMENTS]
+    ctx.wanted = inputs[-1]
+    ctx.set_materialize_grads(False)
+
+
+def _bwd_backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
+    """The derivative of reference.attention_backward, where out and lse follow from the inputs."""
+    saved: list[Tensor | None] = list(ctx.saved_tensors)
+    result: list[Tensor | None] = [None] * (2 + NUM_ARGUMENTS + 3)
+    places = [0, 1, *(2 + place for place in DIFFERENTIABLE)]
+    needed = [p for p in places if ctx.needs_input_grad[p] and saved[p] is not None]
+    used = [i for i, c in enumerate(cotangents) if c is not None and ctx.wanted[i]]
+    if not needed or not used:
+        return tuple(result)
+
+    def formulas(*inputs: Tensor) -> tuple[Tensor, ...]:
+        everything = list(saved)
+        for place, x in zip(needed, inputs, strict=True):
+            everything[place] = x
+        dout, dlse = everything[:2]
+        assert dout is not None
+        tensors, scalars = split((*everything[2:], *ctx.scalars))
+        problem = describe(tensors, scalars, needs_grad=True)
+        dtype = reference.compute_dtype(tensors.q.dtype)
+        g = reference.attention_backward(problem, tensors, dout, dlse, dtype)
+        grads = (g.dq, g.dk, g.dv, g.dbias, g.dsink)
+        return tuple(x for i in used if (x := grads[i]) is not None)
+
+    inputs = [x for p in needed if (x := saved[p]) is not None]
+    with torch.autocast(inputs[0].device.type, enabled=False):
+        outputs, pull, *_ = torch.func.vjp(formulas, *inputs)
+        weights = [c for i in used if (c := cotangents[i]) is not None]
+        found = pull(tuple(c.to(o.dtype) for c, o in zip(weights, outputs, strict=True)))
+    for place, grad in zip(needed, found, strict=True):
+        result[place] = grad
+    return tuple(result)
+
+
+class AttentionBackward(torch.autograd.Function):
+    """``flash_attn_bwd`` for torch.func's transforms."""
+
+    @staticmethod
+    def forward(*arguments: Any) -> tuple[Tensor, ...]:
+        """The operator."""
+        *rest, wanted = arguments
+        found: tuple[Tensor, ...] = flash_attn_bwd(*rest, list(wanted))
+        return found
+
+    setup_context = staticmethod(_bwd_context)
+    backward = staticmethod(_bwd_backward)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *arguments: Any) -> Any:
+        """The operator's rule."""
+        return vmap.bwd_rule(AttentionBackward.apply, info, (*in_dims[:-1], None), arguments)
+
+
+class Attention(torch.autograd.Function):
+    """``flash_attn_fwd`` for torch.func's transforms."""
+
+    @staticmethod
+    def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+        """The operator."""
+        found: tuple[Tensor, Tensor] = flash_attn_fwd(*arguments)
+        return found
+
+    setup_context = staticmethod(_fwd_context)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
+        """The operator's rule, with a backward that can be transformed again."""
+
+        def bwd(*arguments: Any) -> Any:
+            return AttentionBackward.apply(*arguments[:-1], tuple(arguments[-1]))
+
+        return _fwd_backward(bwd, ctx, *cotangents)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *arguments: Any) -> Any:
+        """The operator's rule."""
+        return vmap.fwd_rule(Attention.apply, info, in_dims, arguments)
+
+
+def register() -> None:
+    """Tells torch the rules of the operators."""
+    torch.library.register_autograd(
+        f"{NAMESPACE}::flash_attn_fwd",
+        lambda ctx, *cotangents: _fwd_backward(flash_attn_bwd, ctx, *cotangents),
+        setup_context=_fwd_context,
+        lib=library,
+    )
+    torch.library.register_autograd(
+        f"{NAMESPACE}::flash_attn_bwd", _bwd_backward, setup_context=_bwd_context, lib=library
+    )
+    vmap.register()
+
+
+def attention(arguments: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+    """out and lse, by the operator or, inside a transform of torch.func, by ``Attention``."""
+    transformed = (
+        not torch.compiler.is_compiling()
+        and torch._C._functorch.peek_interpreter_stack() is not None
+    )
+    found: tuple[Tensor, Tensor] = (Attention.apply if transformed else flash_attn_fwd)(*arguments)
+    return found
