@@ -23,9 +23,11 @@ from .schema import NUM_ARGUMENTS, NUM_TENSORS, describe, split
 
 
 def _fwd_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    tensors, scalars = split(inputs)
-    # a call whose backward no backend has is refused now, not after the forward
-    choose(describe(tensors, scalars, needs_grad=True), scalars.backend, scalars.algorithm)
+    t, s = split(inputs)
+    sizes = (*t.q.shape, *t.k.shape, s.max_seqlen_q, s.max_seqlen_k)
+    if all(isinstance(size, int) for size in sizes):  # not symbols of a trace
+        # a call whose backward no backend has is refused now, not after the forward
+        choose(describe(t, s, needs_grad=True), s.backend, s.algorithm)
     ctx.save_for_backward(*inputs[:NUM_TENSORS], *output)
     ctx.scalars = inputs[NUM_TENSORS:]
     ctx.set_materialize_grads(False)
@@ -67,8 +69,8 @@ def _bwd_backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
 
     def formulas(*inputs: Tensor) -> tuple[Tensor, ...]:
         everything = list(saved)
-        for place, x in zip(needed, inputs, strict=True):
-            everything[place] = x
+        for place, given in zip(needed, inputs, strict=True):
+            everything[place] = given
         dout, dlse = everything[:2]
         assert dout is not None
         tensors, scalars = split((*everything[2:], *ctx.scalars))
