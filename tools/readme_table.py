@@ -1,4 +1,4 @@
-"""Writes the feature table of README.md from core/features.py; with --check, only says if it would."""
+"""Writes README.md's feature table from core/features.py; with --check, says if it would."""
 
 import sys
 from pathlib import Path

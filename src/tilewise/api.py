@@ -410,21 +410,8 @@ def merge_attention(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Ten
     >>> torch.allclose(out, tilewise.flash_attn_func(q, k, v))
     True
     """
-    if not parts:
-        raise InvalidInputError("parts", "no parts", "must have at least one")
+    _check_parts(parts)
     first_out = parts[0][0]
-    for i, (out, lse) in enumerate(parts):
-        if out.dim() not in (3, 4) or out.shape != first_out.shape:
-            raise InvalidInputError(
-                f"parts[{i}]",
-                f"out of shape {tuple(out.shape)}",
-                "must be (batch, seqlen_q, nheads, head_dim_v) or (total_q, nheads, head_dim_v), "
-                f"and of the first part's shape {tuple(first_out.shape)}",
-            )
-        if lse.shape != (*out.shape[:-3], out.shape[-2], out.shape[-3]):
-            raise InvalidInputError(
-                f"parts[{i}]", f"lse of shape {tuple(lse.shape)}", f"out has {tuple(out.shape)}"
-            )
     dtype = torch.float64 if first_out.dtype == torch.float64 else torch.float32
     lses = torch.stack([lse.to(dtype) for _, lse in parts])  # (parts, ..., nheads, seqlen_q)
     outs = torch.stack([out.to(dtype) for out, _ in parts])  # (parts, ..., seqlen_q, nheads, Dv)
@@ -438,6 +425,36 @@ def merge_attention(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Ten
     out = (share * outs.masked_fill(share == 0, 0.0)).sum(0)
     lse = (m + torch.log(total)).masked_fill(empty, float("-inf"))
     return out.to(first_out.dtype), lse
+
+
+def _check_parts(parts: Sequence[tuple[Tensor, Tensor]]) -> None:
+    if not parts:
+        raise InvalidInputError("parts", "no parts", "must have at least one")
+    first: Tensor | None = None
+    for i, part in enumerate(parts):
+        name = f"parts[{i}]"
+        pair = isinstance(part, (tuple, list)) and len(part) == 2
+        if not pair or not all(isinstance(x, Tensor) and x.is_floating_point() for x in part):
+            raise InvalidInputError(name, type(part).__name__, "must be (out, lse), both floating")
+        out, lse = part
+        first = out if first is None else first
+        if out.dim() not in (3, 4) or out.shape != first.shape:
+            raise InvalidInputError(
+                name,
+                f"out of shape {tuple(out.shape)}",
+                "must be (batch, seqlen_q, nheads, head_dim_v) or (total_q, nheads, head_dim_v), "
+                f"and of the first part's shape {tuple(first.shape)}",
+            )
+        if (out.dtype, out.device) != (first.dtype, first.device) or lse.device != out.device:
+            raise InvalidInputError(
+                name,
+                f"{out.dtype} on {out.device} with lse on {lse.device}",
+                f"all parts must have one dtype and device, here {first.dtype} on {first.device}",
+            )
+        if lse.shape != (*out.shape[:-3], out.shape[-2], out.shape[-3]):
+            raise InvalidInputError(
+                name, f"lse of shape {tuple(lse.shape)}", f"out has {tuple(out.shape)}"
+            )
 
 
 def _unpack(name: str, x: Tensor, parts: int, dims: int) -> tuple[Tensor, ...]:

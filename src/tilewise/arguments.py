@@ -8,15 +8,20 @@ or here on request.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .backends.base import AttentionTensors
+from .dispatch import ALGORITHMS, AUTO, BACKENDS
 from .errors import InvalidInputError, UnsupportedError
 from .formats import varlen
 from .ops.schema import Scalars
+
+# A window side from here on hides nothing; beyond, int64 arithmetic on positions could wrap.
+FAR = 2**31 - 1
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -153,6 +158,18 @@ def _finish(
 ) -> tuple[AttentionTensors, Scalars]:
     left, right = _window(options)
     p = packing
+    scalars = Scalars(
+        max_seqlen_q=seqlen_q,
+        max_seqlen_k=seqlen_k,
+        dropout_p=_dropout_p(options.dropout_p),
+        softmax_scale=_scale(options.softmax_scale, q),
+        softcap=_softcap(options.softcap),
+        window_left=left,
+        window_right=right,
+        deterministic=bool(options.deterministic) or torch.are_deterministic_algorithms_enabled(),
+        backend=_name("backend", options.backend, BACKENDS),
+        algorithm=_name("algorithm", options.algorithm, ALGORITHMS),
+    )
     tensors = AttentionTensors(
         q,
         k,
@@ -164,19 +181,7 @@ def _finish(
         None if p is None else p.cu_seqlens_k,
         None if p is None else p.seqused_q,
         None if p is None else p.seqused_k,
-        _seed(options, q),
-    )
-    scalars = Scalars(
-        max_seqlen_q=seqlen_q,
-        max_seqlen_k=seqlen_k,
-        dropout_p=float(options.dropout_p),
-        softmax_scale=_scale(options.softmax_scale, q),
-        softcap=_softcap(options.softcap),
-        window_left=left,
-        window_right=right,
-        deterministic=bool(options.deterministic) or torch.are_deterministic_algorithms_enabled(),
-        backend=_name("backend", options.backend),
-        algorithm=_name("algorithm", options.algorithm),
+        _seed(options, q),  # last: a refused call must not advance torch's generator
     )
     return tensors, scalars
 
@@ -283,7 +288,7 @@ def _window(options: Options) -> tuple[int, int]:
             raise InvalidInputError(
                 "window_size", repr(window), "each side must be -1 (no limit) or more"
             )
-    left, right = window
+    left, right = (min(side, FAR) for side in window)
     return left, 0 if options.causal else right
 
 
@@ -341,11 +346,15 @@ def _sink(sink: Tensor | None, q: Tensor) -> Tensor | None:
     return sink
 
 
-def _seed(options: Options, q: Tensor) -> Tensor | None:
-    """(1,) int64 on q's device: given, or drawn from torch's generator; None without dropout."""
-    p = _number("dropout_p", options.dropout_p)
+def _dropout_p(dropout_p: float) -> float:
+    p = _number("dropout_p", dropout_p)
     if not (0 <= p < 1):
         raise InvalidInputError("dropout_p", p, "must be in [0, 1)")
+    return p
+
+
+def _seed(options: Options, q: Tensor) -> Tensor | None:
+    """(1,) int64 on q's device: given, or drawn from torch's generator; None without dropout."""
     seed = options.seed
     if isinstance(seed, Tensor):
         if seed.numel() != 1 or seed.dtype != torch.int64:
@@ -355,7 +364,7 @@ def _seed(options: Options, q: Tensor) -> Tensor | None:
         _check_device("seed", seed, q)
     elif seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
         raise InvalidInputError("seed", type(seed).__name__, "must be an int or an int64 tensor")
-    if p == 0:
+    if options.dropout_p == 0:
         return None
     if isinstance(seed, Tensor):
         return seed.reshape(1)
@@ -365,7 +374,7 @@ def _seed(options: Options, q: Tensor) -> Tensor | None:
     return torch.full((1,), signed, dtype=torch.int64, device=q.device)
 
 
-def _name(argument: str, name: object) -> str:
-    if not isinstance(name, str):
-        raise InvalidInputError(argument, type(name).__name__, "must be a string")
+def _name(argument: str, name: object, known: Iterable[str]) -> str:
+    if not isinstance(name, str) or name not in (AUTO, *known):
+        raise InvalidInputError(argument, repr(name), f"must be one of {[AUTO, *known]}")
     return name

@@ -15,7 +15,7 @@ from .backends.cpu import CpuBackend
 from .backends.reference import ReferenceBackend
 from .core.features import BACKEND_NAMES
 from .core.problem import AttentionProblem
-from .errors import InvalidInputError, UnsupportedError
+from .errors import UnsupportedError
 
 AUTO = "auto"
 ALGORITHMS = ("fa1", "fa2", "fa3", "standard")
@@ -61,19 +61,12 @@ def choose(problem: AttentionProblem, backend: str = AUTO, algorithm: str = AUTO
 
     Args:
         problem: facts of the call.
-        backend: "auto" or a backend's name.
-        algorithm: "auto" or an algorithm's name.
+        backend: "auto" or a name in BACKENDS.
+        algorithm: "auto" or a name in ALGORITHMS.
 
     Raises:
-        InvalidInputError: there is no backend or algorithm of this name.
         UnsupportedError: the named backend, or every backend, has a reason against the call.
     """
-    if backend != AUTO and backend not in BACKENDS:
-        raise InvalidInputError("backend", repr(backend), f"must be one of {[AUTO, *BACKENDS]}")
-    if algorithm != AUTO and algorithm not in ALGORITHMS:
-        raise InvalidInputError(
-            "algorithm", repr(algorithm), f"must be one of {[AUTO, *ALGORITHMS]}"
-        )
     against = {
         name: _reasons(b, problem, name == backend, algorithm) for name, b in BACKENDS.items()
     }

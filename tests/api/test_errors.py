@@ -91,7 +91,7 @@ BAD = {
     "seed_kind": ({"dropout_p": 0.1, "seed": 1.5}, "seed: got float"),
     "seed_dtype": ({"dropout_p": 0.1, "seed": z(1)}, "seed: got torch.float32"),
     "seed_without_dropout": ({"seed": "abc"}, "seed: got str"),
-    "backend_kind": ({"backend": None}, "backend: got NoneType"),
+    "backend_kind": ({"backend": None}, "backend: got None"),
     "backend_name": ({"backend": "nothing"}, "backend: got 'nothing'"),
 }
 

@@ -16,8 +16,8 @@ SENTENCES = [
     "The stock market fell sharply after the central bank raised interest rates.",
     "Rates rose, so shares dropped.",
     "Yes.",
-    "Photosynthesis turns light, water and carbon dioxide into sugar and oxygen, which is why forests "
-    "matter so much for the air that animals breathe and for the climate of the planet as a whole.",
+    "Photosynthesis turns light, water and carbon dioxide into sugar and oxygen, which is why "
+    "forests matter so much for the air that animals breathe and for the climate of the planet.",
 ]
 
 

@@ -60,7 +60,7 @@ class CpuBackend:
             out = q.new_empty(problem.batch, problem.seqlen_q, h, dv)
             lse = q.new_empty(problem.batch, h, problem.seqlen_q, dtype=lse_dtype(q))
         forward = _FORWARD[algorithm]
-        scratch = Scratch(work_dtype(q.dtype))
+        scratch = Scratch.of_this_thread(work_dtype(q.dtype))
         for slot in slots(problem, tensors, _tile_elements(problem, forward)):
             chunk = make_chunk(problem, tensors, slot, scratch)
             forward.fwd(chunk, slot.queries(out, problem.group), slot.stats(lse, problem.group))
@@ -92,7 +92,7 @@ class CpuBackend:
             assert t.sink is not None
             grads.dsink = torch.zeros(t.sink.shape, dtype=torch.float64)
 
-        scratch = Scratch(dtype)
+        scratch = Scratch.of_this_thread(dtype)
         for slot in slots(problem, t, _tile_elements(problem, bwd)):
             into = bwd.ChunkGradients(
                 dq=None if grads.dq is None else slot.queries(grads.dq, group),

@@ -15,6 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from . import fused
 from .score import NEG_INF, Scores, accumulate, hidden_free, narrow
 from .tiles import Chunk, Columns, block_sizes, store_rows
 
@@ -26,10 +27,18 @@ def fwd(chunk: Chunk, out: Tensor, lse: Tensor) -> None:
     scores = Scores(chunk)
     size = block_sizes(BLOCK_M, BLOCK_N, chunk.group, chunk.seqlen_q, chunk.seqlen_k)
     k, v = chunk.columns("k", chunk.k), chunk.columns("v", chunk.v, chunk.product_dtype)
-    for m_start in range(0, chunk.seqlen_q, size.BLOCK_M):
-        m_stop = min(m_start + size.BLOCK_M, chunk.seqlen_q)
+    k16 = chunk.columns("k16", chunk.k, torch.bfloat16, copy=True)
+    m_stop = 0
+    while m_stop < chunk.seqlen_q:
+        m_start, m_stop = m_stop, min(m_stop + size.BLOCK_M, chunk.seqlen_q)
         rows = range(m_start, m_stop)
-        acc_o, m_i, l_i = _query_block(chunk, scores, k, v, rows, size.BLOCK_N)
+        if fused.applies(chunk, scores, rows):
+            acc_o, m_i, l_i = fused.query_block(chunk, scores, k16, v, rows)
+        else:
+            if fused.applies(chunk, scores, rows[fused.MIN_KEYS :]):
+                m_stop = m_start + fused.MIN_KEYS
+                rows = range(m_start, m_stop)
+            acc_o, m_i, l_i = _query_block(chunk, scores, k, v, rows, size.BLOCK_N)
         if chunk.sink is not None:
             sink = (chunk.sink * scores.unit)[..., None]  # (1, Hk, G, 1, 1)
             m_new = torch.maximum(m_i, sink)

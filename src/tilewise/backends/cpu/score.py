@@ -8,38 +8,55 @@ float32's range, such as ``torch.finfo.min`` used as a mask, would overflow when
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from ...core.units import LN2, LOG2E
 from ...formats import philox
-from .tiles import Chunk
+from .tiles import Chunk, Scratch
 
 NEG_INF = float("-inf")
 
 # Scores proven to lie within this many powers of two of 1 need no running maximum
 # (docs/math/bounded-scores.md).
 BOUND_LOG2 = 64.0
-# Row norms below these keep every intermediate finite: bounded for exp2(64) * 2^20 keys * values,
+# Values below these keep every intermediate finite: bounded for exp2(64) * 2^20 keys * values,
 # tame for all else.
-BOUNDED_VALUE_NORM = 2.0**30
+BOUNDED_VALUE = 2.0**30
 TAME = 1e37
 # Below this width baddbmm adds up in an order that loses digits; bmm does not.
 NARROW = 16
 
 
-def largest_norm(x: Tensor, dtype: torch.dtype) -> float:
+def largest_norm(x: Tensor, scratch: Scratch) -> float:
     """The largest Euclidean norm of a row (last dimension); NaN if any is, 0 without rows."""
     if x.numel() == 0:
         return 0.0
-    return float(torch.linalg.vector_norm(x, dim=-1, dtype=dtype).amax())
+    if x.dtype == scratch.dtype:
+        return float(torch.linalg.vector_norm(x, dim=-1).amax())
+    norms = []
+    for rows in x.split(512, dim=1):
+        wide = scratch.take("norm", *rows.shape).copy_(rows)
+        norms.append(torch.linalg.vector_norm(wide, dim=-1).amax())
+    return float(torch.stack(norms).amax())
+
+
+def largest_element(x: Tensor) -> float:
+    """The largest absolute value; NaN if any is, 0 without elements."""
+    if x.numel() == 0:
+        return 0.0
+    low, high = torch.aminmax(x)
+    return max(-float(low), float(high))
 
 
 class Scores:
     """Scores of one chunk, tile by tile.
 
     Attributes:
-        bounded: every score is proven to lie within BOUND_LOG2 of 0, in base 2.
+        bound_log2: what no score exceeds in absolute value, in base 2; may be infinite.
+        bounded: that is at most BOUND_LOG2, and the running maximum is left out.
         tame: nothing that is hidden can turn a finite sum into NaN. When it is False every product
             takes the slow form that keeps hidden rows out.
     """
@@ -52,22 +69,21 @@ class Scores:
         if c.softcap > 0:
             self.q_factor = c.softmax_scale / c.softcap
 
-        dtype = c.work_dtype
-        norm_v = largest_norm(c.v, dtype)
-        bound = largest_norm(c.q, dtype) * largest_norm(c.k, dtype) * abs(c.softmax_scale) * LOG2E
-        self.tame = bound < TAME and norm_v < TAME
+        largest_v = largest_element(c.v)
+        norms = largest_norm(c.q, c.scratch) * largest_norm(c.k, c.scratch)
+        bound = norms * abs(c.softmax_scale) * LOG2E
+        self.tame = bound < TAME and largest_v < TAME
         if dout is not None:
-            self.tame = self.tame and largest_norm(dout, dtype) < TAME
+            self.tame = self.tame and largest_element(dout) < TAME
         if self.natural and c.attn_bias is not None and c.attn_bias.numel():
             self.tame = self.tame and float(c.attn_bias.amax()) < TAME
         if c.softcap > 0 and self.tame:
             bound = min(bound, c.softcap * LOG2E)
+        self.bound_log2 = bound if c.alibi_slopes is None and not self.natural else math.inf
         self.bounded = (
             self.tame
-            and bound <= BOUND_LOG2
-            and norm_v <= BOUNDED_VALUE_NORM
-            and not self.natural
-            and c.alibi_slopes is None
+            and self.bound_log2 <= BOUND_LOG2
+            and largest_v <= BOUNDED_VALUE
             and c.product_dtype == c.work_dtype  # else a dominant weight must be 1 to stay exact
         )
         self._hidden: dict[tuple[int, int, int], Tensor] = {}
@@ -108,7 +124,7 @@ class Scores:
         if c.attn_bias is not None:
             self._add_bias(rows, m, n)
         if not c.mask.covers(m.start, m.stop, n.start, n.stop, c.seqlen_q, c.seqlen_k):
-            self._hide(rows, self._outside_window(m, n))
+            self._hide(rows, self.outside_window(m, n))
         return s, dcap
 
     def exp_(self, s: Tensor) -> Tensor:
@@ -173,7 +189,7 @@ class Scores:
         else:
             rows.masked_fill_(hidden, NEG_INF)
 
-    def _outside_window(self, m: range, n: range) -> Tensor:
+    def outside_window(self, m: range, n: range) -> Tensor:
         """Pairs the window hides, (len(m), len(n)): 0 or -inf to add when tame, else bool.
 
         Tiles at the same place relative to the diagonal share one.
@@ -227,6 +243,8 @@ def accumulate(chunk: Chunk, acc: Tensor, w: Tensor, x: Tensor, seen: Tensor | N
     torch.bmm(w, x, out=product)
     if taint is not None:
         product.masked_fill_(taint, float("nan"))
+    if product.dtype != acc.dtype:  # adding across dtypes would convert in fresh memory
+        product = chunk.scratch.take("product", *product.shape, dtype=acc.dtype).copy_(product)
     acc.add_(product.view(acc.shape))
 
 

@@ -9,9 +9,11 @@ chunk and reused: on a CPU, fresh pages cost more than the exponentials.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +28,10 @@ from ..base import AttentionTensors
 TILE_ELEMENTS = 1 << 20
 # Keys or values of up to this many elements are converted once, larger ones again for each tile.
 WHOLE_ELEMENTS = 1 << 22
+# Buffers of up to this size in all stay with their thread.
+KEEP_BYTES = 64 << 20
+
+_THREAD = threading.local()
 
 
 @cache
@@ -54,12 +60,25 @@ def block_sizes(rows: int, cols: int, group: int, seqlen_q: int, seqlen_k: int) 
     return BlockSizes(min(up(rows // group), up(seqlen_q)), min(up(cols), up(seqlen_k)))
 
 
-@dataclass(slots=True)
 class Scratch:
-    """Named flat buffers, grown on demand and handed out as contiguous views."""
+    """Named flat buffers, grown on demand and handed out as contiguous views.
 
-    dtype: torch.dtype
-    _flat: dict[tuple[str, torch.dtype], Tensor] = field(default_factory=dict)
+    A thread keeps its buffers from call to call: touching fresh pages would cost more than the
+    exponentials. What is larger than KEEP_BYTES in all is given back after the call.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self._flat: dict[tuple[str, torch.dtype], Tensor] = {}
+
+    @classmethod
+    def of_this_thread(cls, dtype: torch.dtype) -> Scratch:
+        """The calling thread's buffers for this work dtype."""
+        kept: dict[Any, Scratch] = _THREAD.__dict__
+        scratch = kept.get(dtype)
+        if scratch is None or scratch._bytes() > KEEP_BYTES:
+            scratch = kept[dtype] = cls(dtype)
+        return scratch
 
     def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """An uninitialised tensor of this shape, in memory that the name's next call reuses."""
@@ -67,8 +86,20 @@ class Scratch:
         size = math.prod(shape)
         flat = self._flat.get(key)
         if flat is None or flat.numel() < size:
-            flat = self._flat[key] = torch.empty(size, dtype=key[1])
+            with torch.inference_mode(False):  # the next call may be outside of it
+                flat = self._flat[key] = torch.empty(size, dtype=key[1])
+        elif torch.are_deterministic_algorithms_enabled():
+            flat = _as_new(flat)
         return flat[:size].view(shape)
+
+    def _bytes(self) -> int:
+        return sum(flat.numel() * flat.element_size() for flat in self._flat.values())
+
+
+def _as_new(flat: Tensor) -> Tensor:
+    """What torch does to new memory in deterministic mode: NaN, so that a missing write shows."""
+    fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    return flat.fill_(math.nan) if fill else flat
 
 
 @dataclass(slots=True)
@@ -78,17 +109,25 @@ class Columns:
     name: str
     x: Tensor  # (B, S, Hk, D)
     dtype: torch.dtype
-    nmat: int
+    copy: bool  # rows must lie together
     scratch: Scratch
-    whole: Tensor | None  # (B * Hk, S, D)
+    whole: Tensor | None = None  # (B * Hk, S, D), made when first asked for
 
     def block(self, n: range) -> Tensor:
         """Rows ``n``, (B * Hk, len(n), D)."""
-        if self.whole is not None:
-            return self.whole[:, n.start : n.stop]
-        rows = self.x[:, n.start : n.stop].transpose(1, 2)  # (B, Hk, n, D)
-        buf = self.scratch.take(self.name, *rows.shape, dtype=self.dtype)
-        return buf.copy_(rows).view(self.nmat, -1, self.x.shape[-1])
+        x = self.x
+        if self.whole is None:
+            if not self.copy and x.dtype == self.dtype and x.shape[0] == 1 and x.stride(-1) == 1:
+                self.whole = x[0].transpose(0, 1)
+            elif x.numel() <= WHOLE_ELEMENTS:
+                self.whole = self._converted(f"whole_{self.name}", x)
+            else:
+                return self._converted(self.name, x[:, n.start : n.stop])
+        return self.whole[:, n.start : n.stop]
+
+    def _converted(self, name: str, rows: Tensor) -> Tensor:
+        rows = rows.transpose(1, 2)  # (B, Hk, n, D)
+        return self.scratch.take(name, *rows.shape, dtype=self.dtype).copy_(rows).flatten(0, 1)
 
 
 @dataclass(slots=True)
@@ -158,15 +197,14 @@ class Chunk:
         buf = self.scratch.take(name, *rows.shape, dtype=dtype)
         return buf.copy_(rows).view(self.nmat, -1, x.shape[-1])
 
-    def columns(self, name: str, x: Tensor, dtype: torch.dtype | None = None) -> Columns:
-        """A (B, S, Hk, D) tensor to take blocks of rows from, in the work dtype or another."""
-        dtype = dtype or self.work_dtype
-        whole = None
-        if x.dtype == dtype and x.shape[0] == 1 and x.stride(-1) == 1:
-            whole = x[0].transpose(0, 1)
-        elif x.numel() <= WHOLE_ELEMENTS:
-            whole = x.transpose(1, 2).to(dtype).contiguous().view(self.nmat, -1, x.shape[-1])
-        return Columns(name, x, dtype, self.nmat, self.scratch, whole)
+    def columns(
+        self, name: str, x: Tensor, dtype: torch.dtype | None = None, copy: bool = False
+    ) -> Columns:
+        """A (B, S, Hk, D) tensor to take blocks of rows from, in the work dtype or another.
+
+        Blocks are views where they can be, unless ``copy`` asks for rows that lie together.
+        """
+        return Columns(name, x, dtype or self.work_dtype, copy, self.scratch)
 
     def by_row(self, x: Tensor) -> Tensor:
         """(B * Hk, G * n, C) as (B, Hk, G, n, C)."""
