@@ -10,7 +10,7 @@ demo: .venv/demo-ready  ## train a small GPT twice, with standard attention and 
 	$(BIN)/tilewise demo
 
 test: .venv/test-ready lint  ## linters, types, import contracts, tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m "not gpu"
 
 lint: .venv/test-ready
 	$(BIN)/ruff check

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tilewise.arguments import Options, dense_call
-from tilewise.backends.cpu.score import BOUND_LOG2, BOUNDED_VALUE_NORM, Scores, largest_norm
+from tilewise.backends.cpu.score import BOUND_LOG2, BOUNDED_VALUE, Scores, largest_norm
 from tilewise.backends.cpu.tiles import Scratch, make_chunk, slots
 from tilewise.core.units import LOG2E
 from tilewise.ops.schema import describe
@@ -29,10 +29,12 @@ def rows(norm_q, norm_k, norm_v=1.0, n=5):
 def test_norm_of_the_longest_row():
     x = torch.zeros(2, 3, 1, 4)
     x[1, 2, 0] = torch.tensor([1.0, 2.0, 2.0, 4.0])
-    assert largest_norm(x, torch.float32) == 5.0
-    assert largest_norm(x[:, :0], torch.float32) == 0.0
-    assert math.isnan(largest_norm(x.index_fill(1, torch.tensor(0), torch.nan), torch.float32))
-    assert largest_norm(x.half() * 60000, torch.float32) > 65504
+    assert largest_norm(x, Scratch(torch.float32)) == 5.0
+    assert largest_norm(x[:, :0], Scratch(torch.float32)) == 0.0
+    assert math.isnan(
+        largest_norm(x.index_fill(1, torch.tensor(0), torch.nan), Scratch(torch.float32))
+    )
+    assert largest_norm(x.half() * 60000, Scratch(torch.float32)) > 65504
 
 
 def test_cauchy_schwarz_decides_bounded_at_its_limit():
@@ -56,7 +58,7 @@ def test_bias_slopes_and_large_values_are_not_bounded():
     assert scores(q, k, v, sink=torch.zeros(1)).bounded
     assert not scores(q, k, v, attn_bias=torch.zeros(5, 5)).bounded
     assert not scores(q, k, v, alibi_slopes=torch.ones(1)).bounded
-    assert not scores(*rows(1.0, 1.0, BOUNDED_VALUE_NORM * 1.01)).bounded
+    assert not scores(*rows(1.0, 1.0, BOUNDED_VALUE * 1.01)).bounded
 
 
 @pytest.mark.parametrize("garbage", [torch.nan, torch.inf, -torch.inf, 3e38])
