@@ -72,7 +72,8 @@ def flash_attn_func(
         k: (batch, seqlen_k, nheads_kv, head_dim), of q's dtype and device. Query head h reads key
             head h // (nheads / nheads_kv).
         v: (batch, seqlen_k, nheads_kv, head_dim_v).
-        dropout_p: probability of dropping a weight, in [0, 1).
+        dropout_p: probability of dropping a weight, in [0, 1 - 2^-17), rounded to 1/65536; what is
+            kept is divided by 1 - dropout_p.
         softmax_scale: factor of q k^T; 1 / sqrt(head_dim) when None.
         causal: a query sees keys up to its diagonal, which ends in the bottom right corner.
         window_size: (left, right), how many keys a query sees to either side of its diagonal; -1 is
@@ -89,7 +90,7 @@ def flash_attn_func(
             value.
         return_lse: return (out, lse); lse is differentiable.
         backend: "auto", or a backend's name, which is then taken or refused.
-        algorithm: "auto", or "fa1", "fa2", "fa3" where the backend has it.
+        algorithm: "auto", or one of the backend's: "fa1" and "fa2" of "cpu".
         seed: of dropout, an int or an int64 tensor of one element; drawn from torch's generator
             when None.
         validate: check values inside tensors on a device too, which synchronises.
@@ -366,6 +367,12 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Choice:
     """
     refuse_block_table(arguments.pop("block_table", None))
     packing = {name: arguments.pop(name) for name in Packing._fields if name in arguments}
+    for name in Packing._fields[:4]:
+        if packing and name not in packing:
+            raise InvalidInputError(name, "nothing", f"goes with {', '.join(packing)}")
+    for name in arguments:
+        if name not in Options._fields:
+            raise TypeError(f"explain() got an unexpected keyword argument {name!r}")
     options = Options(**arguments)
     if options.seed is None:
         options = options._replace(seed=0)  # none is drawn: explaining leaves the generator alone
@@ -428,8 +435,9 @@ def merge_attention(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Ten
 
 
 def _check_parts(parts: Sequence[tuple[Tensor, Tensor]]) -> None:
-    if not parts:
-        raise InvalidInputError("parts", "no parts", "must have at least one")
+    if not isinstance(parts, (list, tuple)) or not parts:
+        kind = "no parts" if isinstance(parts, (list, tuple)) else type(parts).__name__
+        raise InvalidInputError("parts", kind, "must be a list of one or more (out, lse)")
     first: Tensor | None = None
     for i, part in enumerate(parts):
         name = f"parts[{i}]"

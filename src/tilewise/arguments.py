@@ -8,6 +8,8 @@ or here on request.
 from __future__ import annotations
 
 import math
+import numbers
+import operator
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -97,11 +99,13 @@ def packed_call(
             f"cu_seqlens_q has {p.cu_seqlens_q.shape[0]}, one more than there are sequences",
         )
     batch = p.cu_seqlens_q.shape[0] - 1
+    p = p._replace(
+        max_seqlen_q=_integer("max_seqlen_q", p.max_seqlen_q),
+        max_seqlen_k=_integer("max_seqlen_k", p.max_seqlen_k),
+    )
     for name, longest in (("max_seqlen_q", p.max_seqlen_q), ("max_seqlen_k", p.max_seqlen_k)):
-        if isinstance(longest, bool) or not isinstance(longest, (int, torch.SymInt)):
-            raise InvalidInputError(name, type(longest).__name__, "must be an int")
-        if longest < 0:
-            raise InvalidInputError(name, longest, "must not be negative")
+        if not 0 <= longest <= FAR:
+            raise InvalidInputError(name, longest, f"must be in [0, {FAR}]")
     for name, used in (("seqused_q", p.seqused_q), ("seqused_k", p.seqused_k)):
         if used is None:
             continue
@@ -119,7 +123,8 @@ def packed_call(
             raise InvalidInputError(
                 "attn_bias",
                 f"shape {tuple(bias.shape)}",
-                f"must be (nheads or 1, total_q, max_seqlen_k), here ({nheads} or 1, *{wanted})",
+                "must be (nheads or 1, total_q, max_seqlen_k), "
+                f"here ({nheads} or 1, {wanted[0]}, {wanted[1]})",
             )
         bias = bias if bias.dim() == 3 else bias[None]
     if options.validate and q.device.type not in ("cpu", "meta"):
@@ -156,6 +161,10 @@ def _finish(
     seqlen_k: int,
     packing: Packing | None,
 ) -> tuple[AttentionTensors, Scalars]:
+    for name in ("causal", "deterministic", "return_attn_probs", "return_lse", "validate"):
+        if not isinstance(getattr(options, name), (bool, int)):
+            kind = type(getattr(options, name)).__name__
+            raise InvalidInputError(name, kind, "must be True or False")
     left, right = _window(options)
     p = packing
     scalars = Scalars(
@@ -204,6 +213,8 @@ def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def _check_qkv(q: Tensor, k: Tensor, v: Tensor, dims: tuple[str, ...]) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.layout != torch.strided:
+            raise InvalidInputError(name, f"layout {x.layout}", "must be strided")
         if x.dim() != len(dims):
             raise InvalidInputError(name, f"shape {tuple(x.shape)}", f"must be ({', '.join(dims)})")
         if x.dtype not in DTYPES:
@@ -249,9 +260,11 @@ def _check_integers(name: str, x: object, q: Tensor) -> None:
 def _check_bias(bias: object, q: Tensor) -> None:
     if not isinstance(bias, Tensor):
         raise InvalidInputError("attn_bias", type(bias).__name__, "must be a tensor")
-    if bias.dtype != torch.bool and not bias.is_floating_point():
+    if bias.dtype not in (torch.bool, *DTYPES) or bias.layout != torch.strided:
         raise InvalidInputError(
-            "attn_bias", f"dtype {bias.dtype}", "must be floating (added) or bool (True is seen)"
+            "attn_bias",
+            f"dtype {bias.dtype}, {bias.layout}",
+            "must be float16, bfloat16, float32 or float64 (added) or bool (True is seen)",
         )
     _check_device("attn_bias", bias, q)
 
@@ -272,23 +285,35 @@ def _bias(bias: Tensor | None, q: Tensor, full: tuple[int, int, int, int]) -> Te
 
 
 def _number(name: str, x: object) -> float:
-    if isinstance(x, bool) or not isinstance(x, (int, float, torch.SymFloat, torch.SymInt)):
+    known = isinstance(x, (int, float, torch.SymFloat, torch.SymInt, numbers.Real))
+    if isinstance(x, bool) or not known:
         raise InvalidInputError(name, type(x).__name__, "must be a number")
-    return float(x)
+    return float(x)  # type: ignore[arg-type]
+
+
+def _integer(name: str, x: object) -> int:
+    """Python's and numpy's integers, and integer tensors of one element: what flash-attn takes."""
+    if isinstance(x, (int, torch.SymInt)) and not isinstance(x, bool):
+        return x  # type: ignore[return-value]
+    try:
+        if isinstance(x, bool):
+            raise TypeError
+        return operator.index(x)  # type: ignore[arg-type]
+    except TypeError:
+        raise InvalidInputError(name, type(x).__name__, "must be an int") from None
 
 
 def _window(options: Options) -> tuple[int, int]:
     window = options.window_size
     if not isinstance(window, (tuple, list)) or len(window) != 2:
         raise InvalidInputError("window_size", repr(window), "must be (left, right)")
-    for side in window:
-        if isinstance(side, bool) or not isinstance(side, (int, torch.SymInt)):
-            raise InvalidInputError("window_size", repr(window), "must be two ints")
+    sides = [_integer("window_size", side) for side in window]
+    for side in sides:
         if side < -1:
             raise InvalidInputError(
                 "window_size", repr(window), "each side must be -1 (no limit) or more"
             )
-    left, right = (min(side, FAR) for side in window)
+    left, right = (min(side, FAR) for side in sides)
     return left, 0 if options.causal else right
 
 
@@ -296,15 +321,15 @@ def _scale(softmax_scale: float | None, q: Tensor) -> float:
     if softmax_scale is None:
         return 1.0 / math.sqrt(q.shape[-1])
     scale = _number("softmax_scale", softmax_scale)
-    if not math.isfinite(scale):
+    if not (-math.inf < scale < math.inf):  # math.isfinite would end a trace
         raise InvalidInputError("softmax_scale", scale, "must be finite")
     return scale
 
 
 def _softcap(softcap: float) -> float:
     cap = _number("softcap", softcap)
-    if not (0 <= cap < math.inf):
-        raise InvalidInputError("softcap", cap, "must be 0 (off) or positive and finite")
+    if cap != 0 and not (2.0**-64 <= cap <= 2.0**64):
+        raise InvalidInputError("softcap", cap, "must be 0 (off) or within 2^-64 and 2^64")
     return cap
 
 
@@ -348,8 +373,8 @@ def _sink(sink: Tensor | None, q: Tensor) -> Tensor | None:
 
 def _dropout_p(dropout_p: float) -> float:
     p = _number("dropout_p", dropout_p)
-    if not (0 <= p < 1):
-        raise InvalidInputError("dropout_p", p, "must be in [0, 1)")
+    if not (0 <= p < 1 - 2.0**-17):  # rounded to 1/65536: beyond, everything would be dropped
+        raise InvalidInputError("dropout_p", p, "must be in [0, 1 - 2^-17)")
     return p
 
 

@@ -10,33 +10,31 @@ class TilewiseError(Exception):
 
 
 class InvalidInputError(TilewiseError, ValueError):
-    """An argument cannot be right.
+    """An argument cannot be right: ``InvalidInputError(argument, given, allowed)``.
 
     The message names the argument, what was given and what is allowed. It is raised before
     anything is written.
     """
 
-    def __init__(self, argument: str, given: object, allowed: str) -> None:
-        self.argument = argument
-        self.given = given
-        self.allowed = allowed
-        super().__init__(f"{argument}: got {given}; {allowed}")
+    @property
+    def argument(self) -> str:
+        """Name of the argument."""
+        return str(self.args[0])
 
-    def __reduce__(self) -> tuple[type[InvalidInputError], tuple[str, object, str]]:
-        return type(self), (self.argument, self.given, self.allowed)
+    def __str__(self) -> str:
+        argument, given, allowed = self.args
+        return f"{argument}: got {given}; {allowed}"
 
 
 class UnsupportedError(TilewiseError, NotImplementedError):
-    """No backend, or not the one that was named, can take this call.
+    """No backend can take this call, or not the named one: ``UnsupportedError(what, reasons)``."""
 
-    ``reasons`` maps each backend that was considered to its reasons against the call.
-    """
+    @property
+    def reasons(self) -> Mapping[str, Sequence[str]]:
+        """Each backend that was considered, with its reasons against the call."""
+        reasons: Mapping[str, Sequence[str]] = self.args[1]
+        return reasons
 
-    def __init__(self, what: str, reasons: Mapping[str, Sequence[str]]) -> None:
-        self.what = what
-        self.reasons = {name: tuple(against) for name, against in reasons.items()}
-        lines = [f"  {name}: {'; '.join(against)}" for name, against in self.reasons.items()]
-        super().__init__("\n".join([what, *lines]))
-
-    def __reduce__(self) -> tuple[type[UnsupportedError], tuple[str, dict[str, tuple[str, ...]]]]:
-        return type(self), (self.what, self.reasons)
+    def __str__(self) -> str:
+        what, reasons = self.args
+        return "\n".join([what, *(f"  {name}: {'; '.join(r)}" for name, r in reasons.items())])

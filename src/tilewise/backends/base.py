@@ -21,7 +21,7 @@ class AttentionTensors:
         v: (batch, seqlen_k, nheads_kv, head_dim_v), or (total_k, nheads_kv, head_dim_v).
         attn_bias: four dimensions that broadcast to (batch, nheads, seqlen_q, seqlen_k), or in
             varlen (nheads or 1, total_q, max_seqlen_k); floating (added) or bool (True is seen).
-        alibi_slopes: (batch, nheads) or (nheads,), float32.
+        alibi_slopes: (batch, nheads) or (nheads,), float32 (float64 beside float64 inputs).
         sink: (nheads,).
         cu_seqlens_q, cu_seqlens_k: (batch + 1,) integers, varlen only.
         seqused_q, seqused_k: (batch,) integers, varlen only.
@@ -67,9 +67,8 @@ def lse_dtype(q: Tensor) -> torch.dtype:
     """The dtype in which the ops hand lse from forward to backward.
 
     On a CPU that is float64: beside scores of thousands float32 has no digits left for the
-        logarithm of the sum,
-    and the recomputed probabilities would not add up to one. Users get float32 (float64 for float64
-    inputs).
+    logarithm of the sum, and the recomputed probabilities would not add up to one. Users get
+    float32 (float64 for float64 inputs).
     """
     return torch.float64 if q.device.type == "cpu" or q.dtype == torch.float64 else torch.float32
 

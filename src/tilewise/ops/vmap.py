@@ -1,8 +1,7 @@
 """torch.func.vmap over the operators.
 
 Dense calls that differ in q, k, v (and their gradients) alone become one call of a larger batch.
-Everything else
-is looped over: one operator call for each entry, which is right for every argument.
+Everything else is looped over: one operator call for each entry, right for every argument.
 """
 
 from __future__ import annotations

@@ -6,6 +6,8 @@ score pipeline, ``tiles.py`` how a call is cut.
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import torch
 from torch import Tensor
 
@@ -19,11 +21,11 @@ from .tiles import Scratch, block_sizes, make_chunk, slots, work_dtype
 _FORWARD = {"fa2": fa2, "fa1": fa1}
 
 
-def _tile_elements(problem: AttentionProblem, module: object) -> int:
+def _tile_elements(problem: AttentionProblem, module: ModuleType) -> int:
     """Elements of the score tile of one key head."""
     size = block_sizes(
-        getattr(module, "BLOCK_M"),  # noqa: B009 - three modules share the two names
-        getattr(module, "BLOCK_N"),  # noqa: B009
+        module.BLOCK_M,
+        module.BLOCK_N,
         problem.group,
         problem.seqlen_q,
         problem.seqlen_k,

@@ -14,6 +14,8 @@ dQ is accumulated over key blocks in their order, so every run adds alike.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -35,7 +37,7 @@ class ChunkGradients:
         dk: Tensor | None,  # (B, Sk, Hk, D)
         dv: Tensor | None,  # (B, Sk, Hk, Dv)
         dbias: Tensor | None,  # shape of the chunk's attn_bias, work dtype, added to
-        dsink: Tensor | None,  # (Hk, G), work dtype, added to
+        dsink: Tensor | None,  # (Hk, G), float64, added to
     ) -> None:
         self.dq, self.dk, self.dv, self.dbias, self.dsink = dq, dk, dv, dbias, dsink
 
@@ -80,7 +82,7 @@ def bwd(
         grads.dbias = None
     reference, correction = scores.from_lse(lse)
     if bool((lse.abs() > LARGE_LSE[c.work_dtype]).logical_and(lse.isfinite()).any()):
-        correction = _renormalise(c, scores, size, reference)
+        reference, correction = _statistics(c, scores, size)
     # exp(S - lse) = P' * correction: the row factor goes to dO and delta, which are small
     delta.mul_(correction)
     acc_dq = None
@@ -105,31 +107,34 @@ def _sink_weight(chunk: Chunk, scores: Scores, lse: Tensor) -> Tensor:
     return torch.exp(sink[..., None] - lse).masked_fill_(lse == NEG_INF, 0.0)
 
 
-def _renormalise(chunk: Chunk, scores: Scores, size: BlockSizes, reference: Tensor) -> Tensor:
-    """1 / sum_j exp(S - reference), where lse has no digits left for the sum; one more pass."""
+def _statistics(chunk: Chunk, scores: Scores, size: BlockSizes) -> tuple[Tensor, Tensor]:
+    """max_j S and 1 / sum_j exp(S - max), where lse has no digits left for the sum: two passes."""
     c = chunk
-    total = torch.zeros(reference.shape, dtype=torch.float64)
-    if c.sink is not None:
-        total += scores.exp_((c.sink * scores.unit)[..., None] - reference)
     keys = c.columns("k", c.k)
-    for n_start in range(0, c.seqlen_k, size.BLOCK_N):
-        n = range(n_start, min(n_start + size.BLOCK_N, c.seqlen_k))
-        first, last = c.mask.rows_of(n.start, n.stop, c.seqlen_q, c.seqlen_k)
-        for m_start in range(first, last, size.BLOCK_M):
-            m = range(m_start, min(m_start + size.BLOCK_M, last))
-            rows = slice(m.start, m.stop)
-            s, _ = scores.tile(scores.load_q(m.start, m.stop), keys.block(n), m, n)
-            p = _probabilities(c, scores, s, reference[:, :, :, rows])
-            total[:, :, :, rows] += c.by_row(p).sum(-1, keepdim=True)
-    return torch.where(total > 0, 1.0 / total, 1.0).to(c.work_dtype)
 
+    def tiles() -> Iterator[tuple[slice, Tensor]]:
+        for n_start in range(0, c.seqlen_k, size.BLOCK_N):
+            n = range(n_start, min(n_start + size.BLOCK_N, c.seqlen_k))
+            first, last = c.mask.rows_of(n.start, n.stop, c.seqlen_q, c.seqlen_k)
+            for m_start in range(first, last, size.BLOCK_M):
+                m = range(m_start, min(m_start + size.BLOCK_M, last))
+                s, _ = scores.tile(scores.load_q(m.start, m.stop), keys.block(n), m, n)
+                yield slice(m.start, m.stop), c.by_row(s)
 
-def _probabilities(chunk: Chunk, scores: Scores, s: Tensor, reference: Tensor) -> Tensor:
-    """exp(S - lse) up to the row's correction, in place of S."""
-    chunk.by_row(s).sub_(reference)
-    if scores.natural:
-        s.clamp_(max=0.0)  # s <= lse; beside a bias of 1e38 rounding may say otherwise
-    return scores.exp_(s)
+    shape = (c.q.shape[0], c.q.shape[2], c.group, c.seqlen_q, 1)
+    m_i = torch.full(shape, NEG_INF, dtype=c.work_dtype)
+    sink = None if c.sink is None else (c.sink * scores.unit)[..., None]
+    if sink is not None:
+        m_i = torch.maximum(m_i, sink)
+    for rows, s in tiles():
+        m_i[:, :, :, rows] = torch.maximum(m_i[:, :, :, rows], s.amax(-1, keepdim=True))
+    m_i.masked_fill_(m_i == NEG_INF, 0.0)
+    l_i = torch.zeros_like(m_i)
+    if sink is not None:
+        l_i += scores.exp_(sink - m_i)
+    for rows, s in tiles():
+        l_i[:, :, :, rows] += scores.exp_(s.sub_(m_i[:, :, :, rows])).sum(-1, keepdim=True)
+    return m_i, 1.0 / l_i.masked_fill_(l_i == 0, 1.0)
 
 
 def _preprocess(
@@ -176,7 +181,8 @@ def _key_block(
         c.by_row(do).mul_(correction[:, :, :, rows])
         s, dcap = scores.tile(q, k, m, n, slope=True)
         seen = hidden_free(scores, s)
-        p = _probabilities(c, scores, s, reference[:, :, :, rows])
+        c.by_row(s).sub_(reference[:, :, :, rows])
+        p = scores.exp_(s)
         if seen is not None:
             p.masked_fill_(~seen, 0.0)  # a row whose lse is NaN
         keep_scale = scores.keep_scale(m, n)

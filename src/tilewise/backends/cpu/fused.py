@@ -19,12 +19,13 @@ import torch
 from torch import Tensor
 
 from ...core.units import LN2, LOG2E
-from .score import Scores, accumulate
+from .score import BOUNDED_VALUES, Scores, accumulate
 from .tiles import Chunk, Columns
 
 MARGIN = 12.0
-# 2 * 32 + MARGIN = 76 < 87, where exp leaves float32's normal numbers.
-BOUND = 32.0
+# Weights lie above exp(-2 * BOUND - MARGIN) > 2^-76; times values from 2^-40 on they stay normal.
+BOUND = 20.0
+SMALLEST_VALUE = 2.0**-40
 # Rounding errors average out over the keys of a row; a row with few keys takes the general path.
 MIN_KEYS = 64
 # Keys of a tile that every row sees, and of one at the edge of the mask.
@@ -35,6 +36,8 @@ def applies(chunk: Chunk, scores: Scores, rows: range) -> bool:
     """Whether this block of queries may take the fused operator."""
     c = chunk
     if c.product_dtype != torch.bfloat16 or not scores.tame or scores.bound_log2 * LN2 > BOUND:
+        return False
+    if not SMALLEST_VALUE <= scores.largest_v <= BOUNDED_VALUES[1]:
         return False
     if not rows or c.softcap > 0 or c.attn_bias is not None or c.seed is not None:
         return False

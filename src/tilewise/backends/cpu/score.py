@@ -21,26 +21,14 @@ NEG_INF = float("-inf")
 
 # Scores proven to lie within this many powers of two of 1 need no running maximum
 # (docs/math/bounded-scores.md).
-BOUND_LOG2 = 64.0
-# Values below these keep every intermediate finite: bounded for exp2(64) * 2^20 keys * values,
-# tame for all else.
-BOUNDED_VALUE = 2.0**30
+BOUND_LOG2 = 32.0
+# The largest value of v must lie in this range, so that no weight times value leaves float32's
+# normal numbers on either side.
+BOUNDED_VALUES = (2.0**-60, 2.0**60)
+# Norms, values and biases below this keep every intermediate finite.
 TAME = 1e37
 # Below this width baddbmm adds up in an order that loses digits; bmm does not.
 NARROW = 16
-
-
-def largest_norm(x: Tensor, scratch: Scratch) -> float:
-    """The largest Euclidean norm of a row (last dimension); NaN if any is, 0 without rows."""
-    if x.numel() == 0:
-        return 0.0
-    if x.dtype == scratch.dtype:
-        return float(torch.linalg.vector_norm(x, dim=-1).amax())
-    norms = []
-    for rows in x.split(512, dim=1):
-        wide = scratch.take("norm", *rows.shape).copy_(rows)
-        norms.append(torch.linalg.vector_norm(wide, dim=-1).amax())
-    return float(torch.stack(norms).amax())
 
 
 def largest_element(x: Tensor) -> float:
@@ -49,6 +37,22 @@ def largest_element(x: Tensor) -> float:
         return 0.0
     low, high = torch.aminmax(x)
     return max(-float(low), float(high))
+
+
+def largest_norm(x: Tensor, scratch: Scratch) -> float:
+    """The largest Euclidean norm of a row (last dimension); NaN if any is, 0 without rows."""
+    if x.numel() == 0:
+        return 0.0
+    norms = []
+    for rows in (x,) if x.dtype == scratch.dtype else x.split(512, dim=1):
+        wide = rows
+        if x.dtype != scratch.dtype:
+            wide = scratch.take("norm", *rows.shape).copy_(rows)
+        norms.append(torch.linalg.vector_norm(wide, dim=-1).amax())
+    norm = float(torch.stack(norms).amax())
+    if norm < 1e-15:  # squares may have underflowed
+        return math.sqrt(x.shape[-1]) * largest_element(x)
+    return norm
 
 
 class Scores:
@@ -75,6 +79,10 @@ class Scores:
         self.tame = bound < TAME and largest_v < TAME
         if dout is not None:
             self.tame = self.tame and largest_element(dout) < TAME
+        self.largest_v = largest_v
+        if c.alibi_slopes is not None:
+            farthest = (c.seqlen_q + c.seqlen_k) * LOG2E
+            self.tame = self.tame and largest_element(c.alibi_slopes) * farthest < TAME
         if self.natural and c.attn_bias is not None and c.attn_bias.numel():
             self.tame = self.tame and float(c.attn_bias.amax()) < TAME
         if c.softcap > 0 and self.tame:
@@ -83,7 +91,7 @@ class Scores:
         self.bounded = (
             self.tame
             and self.bound_log2 <= BOUND_LOG2
-            and largest_v <= BOUNDED_VALUE
+            and BOUNDED_VALUES[0] <= largest_v <= BOUNDED_VALUES[1]
             and c.product_dtype == c.work_dtype  # else a dominant weight must be 1 to stay exact
         )
         self._hidden: dict[tuple[int, int, int], Tensor] = {}
@@ -120,7 +128,7 @@ class Scores:
             s.mul_(c.softcap * self.unit)
         rows = c.by_row(s)  # (B, Hk, G, len(m), len(n))
         if c.alibi_slopes is not None:
-            rows.addcmul_(c.alibi_slopes, self._distance(m, n), value=-self.unit)
+            rows.addcmul_(c.alibi_slopes, self._distance(m, n).mul_(self.unit), value=-1.0)
         if c.attn_bias is not None:
             self._add_bias(rows, m, n)
         if not c.mask.covers(m.start, m.stop, n.start, n.stop, c.seqlen_q, c.seqlen_k):
