@@ -51,3 +51,13 @@ def test_a_process_that_fails_tells_why():
 def test_available_memory_is_plausible():
     free = memory.available()
     assert free is None or 2**24 < free < 2**50
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(memory.method() != memory.VM_HWM, reason="needs the exact measurement")
+def test_workspace_of_a_long_sequence_is_bounded():
+    seqlen, tensor = 16384, 16384 * 8 * 64 * 4  # one score matrix would be 8 GiB
+    peak = memory.peak_extra("tilewise", Shape(seqlen=seqlen))
+    results = 4 * tensor  # out, dq, dk, dv
+    statistics = 6 * seqlen * 8 * 8  # lse and what the backward derives from it, float64 at most
+    assert peak < results + statistics + 64 * MIB

@@ -1,5 +1,6 @@
 """Every argument that cannot be right raises an error that names it, before anything is written."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -293,8 +294,9 @@ LONGEST = {
     "floating": 4.0,
     "bool": True,
     "None": None,
-    "tensor": torch.tensor(4),
+    "floating tensor": torch.tensor(4.0),
     "text": "4",
+    "beyond 32 bits": 2**31,
 }
 
 
@@ -307,6 +309,16 @@ def test_longest_sequences(entry, case, backend):
         return
     for name in ("max_seqlen_q", "max_seqlen_k"):
         refused(entry, {name: value}, [name], backend=backend)
+
+
+@pytest.mark.parametrize("entry", PACKED)
+def test_longest_sequences_as_other_integers(entry, backend):
+    names = ("max_seqlen",) if entry == "varlen_qkvpacked" else ("max_seqlen_q", "max_seqlen_k")
+    function, arguments = good(entry)
+    want = function(**arguments, **backend)
+    for four in (torch.tensor(4), np.int64(4)):
+        got = function(**{**arguments, **dict.fromkeys(names, four)}, **backend)
+        assert torch.equal(got, want)
 
 
 USED = {

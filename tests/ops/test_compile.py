@@ -67,6 +67,21 @@ def test_three_lengths_in_a_row_recompile_at_most_once(features):
     assert compiles[-1] - compiles[0] <= 1
 
 
+def test_layers_of_different_scales_compile_one_by_one():
+    class Layer(torch.nn.Module):
+        def __init__(self, scale):
+            super().__init__()
+            self.scale = scale
+
+        def forward(self, x):
+            return flash_attn_func(x, x, x, softmax_scale=self.scale)
+
+    x = torch.randn(1, 5, 2, 4)
+    for scale in (0.1, 0.2, 0.3):
+        compiled = torch.compile(Layer(scale), fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(compiled(x), Layer(scale)(x))
+
+
 def test_lengths_become_dynamic_by_themselves():
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(call, fullgraph=True, backend=counter)

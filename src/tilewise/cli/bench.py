@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from ..bench.providers import (
 from ..bench.results import Row
 from ..ops.schema import describe
 from ..testing import excess
+from .kinds import duration, lengths, output_file, positive
 
 GATE_LENGTH = 577  # a prime; more than one tile in either direction
 SDPA = "sdpa-flash"
@@ -40,34 +40,37 @@ _MASKS = {True: "causal", False: "none"}
 def add_parser(commands: Any) -> None:
     """Adds the command."""
     own = commands.add_parser("bench", help="time and memory against torch's own attention")
-    own.add_argument("--batch", type=positive, default=1)
-    own.add_argument("--n-heads", type=positive, default=8)
-    own.add_argument("--seq-len", type=_lengths, default=[512, 1024, 2048, 4096], metavar="N,N,...")
-    own.add_argument("--d-head", type=positive, default=64)
+    default = {"help": "default: %(default)s"}
+    own.add_argument("--batch", type=positive, default=1, **default)
+    own.add_argument("--n-heads", type=positive, default=8, **default)
+    own.add_argument(
+        "--seq-len", type=lengths, default=[512, 1024, 2048, 4096], metavar="N,N,...", **default
+    )
+    own.add_argument("--d-head", type=positive, default=64, **default)
     own.add_argument(
         "--causal", action=argparse.BooleanOptionalAction, default=None, help="both by default"
     )
-    own.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
-    own.add_argument("--only", type=_names(PROVIDERS), default=list(PROVIDERS), metavar="NAME,...")
     own.add_argument(
-        "--direction", type=_names((FORWARD, BACKWARD)), default=[FORWARD, BACKWARD], metavar="D,D"
+        "--dtype", choices=("float32", "bfloat16", "float16"), default="float32", **default
     )
-    own.add_argument("--seconds", type=float, default=0.5, help="about how long to time each call")
-    own.add_argument("--json", type=Path, help="result file to write")
-    own.add_argument("--plot", type=Path, help="PNG to write")
+    own.add_argument(
+        "--only",
+        type=_names(PROVIDERS),
+        default=list(PROVIDERS),
+        metavar="NAME,...",
+        help=f"of {', '.join(PROVIDERS)}; all by default",
+    )
+    own.add_argument(
+        "--direction",
+        type=_names((FORWARD, BACKWARD)),
+        default=[FORWARD, BACKWARD],
+        metavar="D,D",
+        help=f"of {FORWARD}, {BACKWARD}; both by default",
+    )
+    own.add_argument("--seconds", type=duration, default=0.5, help="about how long to time a call")
+    own.add_argument("--json", type=output_file, help="result file to write")
+    own.add_argument("--plot", type=output_file, help="PNG to write")
     own.set_defaults(run=run)
-
-
-def positive(text: str) -> int:
-    """An argument that is at least 1."""
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number}: must be at least 1")
-    return number
-
-
-def _lengths(text: str) -> list[int]:
-    return sorted({positive(part) for part in text.split(",")})
 
 
 def _names(allowed: Any) -> Callable[[str], list[str]]:

@@ -19,7 +19,7 @@ from ..bench.providers import PROVIDERS, Shape
 from ..bench.results import Row
 from ..bench.text import standard_library
 from ..bench.training import Run, Trainer, TrainingConfig
-from .bench import positive
+from .kinds import output_folder, positive
 
 MEMORY_LENGTHS = (1024, 2048, 4096)
 QUICK_MEMORY_LENGTHS = (256, 512)
@@ -33,7 +33,7 @@ def add_parser(commands: Any) -> None:
     )
     own.add_argument("--steps", type=positive, default=None, help="100 (3 with --quick)")
     own.add_argument("--seed", type=int, default=0)
-    own.add_argument("--out", type=Path, default=Path("out"), help="folder for plot and numbers")
+    own.add_argument("--out", type=output_folder, default="out", help="folder for plot and numbers")
     own.add_argument(
         "--quick", action="store_true", help="seconds instead of minutes: a smoke test"
     )
