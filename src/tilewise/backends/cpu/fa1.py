@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .score import NEG_INF, Scores, accumulate, hidden_free, narrow
+from .score import NEG_INF, Scores, accumulate, hidden_free
 from .tiles import Chunk, block_sizes, store_rows
 
 BLOCK_M, BLOCK_N = 256, 256
@@ -35,7 +35,7 @@ def fwd(chunk: Chunk, out: Tensor, lse: Tensor) -> None:
     if c.sink is not None:  # a key without a value, seen by every row first
         m_i = m_i.maximum((c.sink * scores.unit)[..., None])
         l_i = l_i + (m_i != NEG_INF).to(c.work_dtype)
-    keys, values = c.columns("k", c.k), c.columns("v", c.v, c.product_dtype)
+    keys, values = c.columns("k", c.k), c.columns("v", c.v)
     for n_start in range(0, c.seqlen_k, size.BLOCK_N):
         n = range(n_start, min(n_start + size.BLOCK_N, c.seqlen_k))
         k, v = keys.block(n), values.block(n)
@@ -74,7 +74,7 @@ def _visit(
         p.view(s.shape).mul_(keep_scale)
     p.mul_(new)
     o.mul_(old * l_i)
-    accumulate(chunk, o, narrow(chunk, "p", p.view(s.shape)), v, seen)
+    accumulate(chunk, o, p.view(s.shape), v, seen)
     o.div_(l_new.masked_fill(l_new == 0, 1.0))
     m_i.copy_(m_new)
     l_i.copy_(l_new)

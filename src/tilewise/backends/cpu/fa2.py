@@ -15,8 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import fused
-from .score import NEG_INF, Scores, accumulate, hidden_free, narrow
+from .score import NEG_INF, Scores, accumulate, hidden_free
 from .tiles import Chunk, Columns, block_sizes, store_rows
 
 BLOCK_M, BLOCK_N = 512, 256
@@ -26,19 +25,11 @@ def fwd(chunk: Chunk, out: Tensor, lse: Tensor) -> None:
     """Writes out (B, Sq, Hk, G, Dv) and lse (B, Hk, G, Sq), natural units, of one chunk."""
     scores = Scores(chunk)
     size = block_sizes(BLOCK_M, BLOCK_N, chunk.group, chunk.seqlen_q, chunk.seqlen_k)
-    k, v = chunk.columns("k", chunk.k), chunk.columns("v", chunk.v, chunk.product_dtype)
-    k16 = chunk.columns("k16", chunk.k, torch.bfloat16, copy=True)
-    m_stop = 0
-    while m_stop < chunk.seqlen_q:
-        m_start, m_stop = m_stop, min(m_stop + size.BLOCK_M, chunk.seqlen_q)
+    k, v = chunk.columns("k", chunk.k), chunk.columns("v", chunk.v)
+    for m_start in range(0, chunk.seqlen_q, size.BLOCK_M):
+        m_stop = min(m_start + size.BLOCK_M, chunk.seqlen_q)
         rows = range(m_start, m_stop)
-        if fused.applies(chunk, scores, rows):
-            acc_o, m_i, l_i = fused.query_block(chunk, scores, k16, v, rows)
-        else:
-            if fused.applies(chunk, scores, rows[fused.MIN_KEYS :]):
-                m_stop = m_start + fused.MIN_KEYS
-                rows = range(m_start, m_stop)
-            acc_o, m_i, l_i = _query_block(chunk, scores, k, v, rows, size.BLOCK_N)
+        acc_o, m_i, l_i = _query_block(chunk, scores, k, v, rows, size.BLOCK_N)
         if chunk.sink is not None:
             sink = (chunk.sink * scores.unit)[..., None]  # (1, Hk, G, 1, 1)
             m_new = torch.maximum(m_i, sink)
@@ -90,5 +81,5 @@ def _query_block(
         keep_scale = scores.keep_scale(m, n)
         if keep_scale is not None:
             p.mul_(keep_scale)
-        accumulate(c, acc, narrow(c, "p", p), v.block(n), seen)
+        accumulate(c, acc, p, v.block(n), seen)
     return acc_o, m_i, l_i

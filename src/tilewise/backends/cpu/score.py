@@ -59,8 +59,7 @@ class Scores:
     """Scores of one chunk, tile by tile.
 
     Attributes:
-        bound_log2: what no score exceeds in absolute value, in base 2; may be infinite.
-        bounded: that is at most BOUND_LOG2, and the running maximum is left out.
+        bounded: every score is proven to lie within BOUND_LOG2 of 0, in base 2.
         tame: nothing that is hidden can turn a finite sum into NaN. When it is False every product
             takes the slow form that keeps hidden rows out.
     """
@@ -79,7 +78,6 @@ class Scores:
         self.tame = bound < TAME and largest_v < TAME
         if dout is not None:
             self.tame = self.tame and largest_element(dout) < TAME
-        self.largest_v = largest_v
         if c.alibi_slopes is not None:
             farthest = (c.seqlen_q + c.seqlen_k) * LOG2E
             self.tame = self.tame and largest_element(c.alibi_slopes) * farthest < TAME
@@ -87,12 +85,12 @@ class Scores:
             self.tame = self.tame and float(c.attn_bias.amax()) < TAME
         if c.softcap > 0 and self.tame:
             bound = min(bound, c.softcap * LOG2E)
-        self.bound_log2 = bound if c.alibi_slopes is None and not self.natural else math.inf
         self.bounded = (
             self.tame
-            and self.bound_log2 <= BOUND_LOG2
+            and bound <= BOUND_LOG2
+            and c.alibi_slopes is None
+            and not self.natural
             and BOUNDED_VALUES[0] <= largest_v <= BOUNDED_VALUES[1]
-            and c.product_dtype == c.work_dtype  # else a dominant weight must be 1 to stay exact
         )
         self._hidden: dict[tuple[int, int, int], Tensor] = {}
 

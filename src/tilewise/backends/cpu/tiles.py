@@ -109,7 +109,6 @@ class Columns:
     name: str
     x: Tensor  # (B, S, Hk, D)
     dtype: torch.dtype
-    copy: bool  # rows must lie together
     scratch: Scratch
     whole: Tensor | None = None  # (B * Hk, S, D), made when first asked for
 
@@ -117,7 +116,7 @@ class Columns:
         """Rows ``n``, (B * Hk, len(n), D)."""
         x = self.x
         if self.whole is None:
-            if not self.copy and x.dtype == self.dtype and x.shape[0] == 1 and x.stride(-1) == 1:
+            if x.dtype == self.dtype and x.shape[0] == 1 and x.stride(-1) == 1:
                 self.whole = x[0].transpose(0, 1)
             elif x.numel() <= WHOLE_ELEMENTS:
                 self.whole = self._converted(f"whole_{self.name}", x)
@@ -179,7 +178,7 @@ class Chunk:
 
     @property
     def product_dtype(self) -> torch.dtype:
-        """What weights and values are multiplied in: P V, P^T dO, dS K and dS^T Q.
+        """What the backward multiplies P^T dO, dS K and dS^T Q in.
 
         bfloat16 inputs stay bfloat16 where the CPU has it: the product rounds what would be
         rounded anyway. Scores never do. float16 has no fast matmul on a CPU.
@@ -197,14 +196,9 @@ class Chunk:
         buf = self.scratch.take(name, *rows.shape, dtype=dtype)
         return buf.copy_(rows).view(self.nmat, -1, x.shape[-1])
 
-    def columns(
-        self, name: str, x: Tensor, dtype: torch.dtype | None = None, copy: bool = False
-    ) -> Columns:
-        """A (B, S, Hk, D) tensor to take blocks of rows from, in the work dtype or another.
-
-        Blocks are views where they can be, unless ``copy`` asks for rows that lie together.
-        """
-        return Columns(name, x, dtype or self.work_dtype, copy, self.scratch)
+    def columns(self, name: str, x: Tensor, dtype: torch.dtype | None = None) -> Columns:
+        """A (B, S, Hk, D) tensor to take blocks of rows from, in the work dtype or another."""
+        return Columns(name, x, dtype or self.work_dtype, self.scratch)
 
     def by_row(self, x: Tensor) -> Tensor:
         """(B * Hk, G * n, C) as (B, Hk, G, n, C)."""
