@@ -79,6 +79,8 @@ class Scores:
         if dout is not None:
             self.tame = self.tame and largest_element(dout) < TAME
         if c.alibi_slopes is not None:
+            largest = torch.finfo(c.work_dtype).max  # an infinity times distance 0 would be NaN
+            self.slopes = (c.alibi_slopes * -self.unit).clamp_(-largest, largest)
             farthest = (c.seqlen_q + c.seqlen_k) * LOG2E
             self.tame = self.tame and largest_element(c.alibi_slopes) * farthest < TAME
         if self.natural and c.attn_bias is not None and c.attn_bias.numel():
@@ -126,7 +128,7 @@ class Scores:
             s.mul_(c.softcap * self.unit)
         rows = c.by_row(s)  # (B, Hk, G, len(m), len(n))
         if c.alibi_slopes is not None:
-            rows.addcmul_(c.alibi_slopes, self._distance(m, n).mul_(self.unit), value=-1.0)
+            rows.addcmul_(self.slopes, self._distance(m, n))
         if c.attn_bias is not None:
             self._add_bias(rows, m, n)
         if not c.mask.covers(m.start, m.stop, n.start, n.stop, c.seqlen_q, c.seqlen_k):
