@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..core.problem import AttentionProblem
+from ..formats import varlen
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,24 @@ class Gradients:
     dv: Tensor | None = None
     dbias: Tensor | None = None
     dsink: Tensor | None = None
+
+
+def packed_sequences(
+    problem: AttentionProblem, tensors: AttentionTensors
+) -> list[varlen.SequenceRows]:
+    """The sequences of a varlen call, with the values of its boundaries checked on the host."""
+    t = tensors
+    assert t.cu_seqlens_q is not None and t.cu_seqlens_k is not None
+    return varlen.sequences(
+        t.cu_seqlens_q,
+        t.cu_seqlens_k,
+        total_q=t.q.shape[0],
+        total_k=t.k.shape[0],
+        max_seqlen_q=problem.seqlen_q,
+        max_seqlen_k=problem.seqlen_k,
+        seqused_q=t.seqused_q,
+        seqused_k=t.seqused_k,
+    )
 
 
 def lse_dtype(q: Tensor) -> torch.dtype:

@@ -36,7 +36,7 @@ from torch import Tensor
 from ..core import features
 from ..core.problem import VARLEN, AttentionProblem
 from ..formats import philox, varlen
-from .base import AttentionTensors, Gradients, Wanted, lse_dtype
+from .base import AttentionTensors, Gradients, Wanted, lse_dtype, packed_sequences
 
 NEG_INF = float("-inf")
 
@@ -247,20 +247,6 @@ def _one_sequence(t: AttentionTensors, rows: varlen.SequenceRows) -> AttentionTe
     )
 
 
-def _sequences(problem: AttentionProblem, t: AttentionTensors) -> list[varlen.SequenceRows]:
-    assert t.cu_seqlens_q is not None and t.cu_seqlens_k is not None
-    return varlen.sequences(
-        t.cu_seqlens_q,
-        t.cu_seqlens_k,
-        total_q=t.q.shape[0],
-        total_k=t.k.shape[0],
-        max_seqlen_q=problem.seqlen_q,
-        max_seqlen_k=problem.seqlen_k,
-        seqused_q=t.seqused_q,
-        seqused_k=t.seqused_k,
-    )
-
-
 def attention(
     problem: AttentionProblem, t: AttentionTensors, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -278,7 +264,7 @@ def attention(
     probs = t.q.new_zeros(
         problem.batch, problem.nheads, problem.seqlen_q, problem.seqlen_k, dtype=dtype
     )
-    for rows in _sequences(problem, t):
+    for rows in packed_sequences(problem, t):
         o, s, p = forward(problem, _one_sequence(t, rows), dtype, first=rows.index)
         out[rows.q_start : rows.q_stop] = o[0]
         lse[:, rows.q_start : rows.q_stop] = s[0]
@@ -308,7 +294,7 @@ def attention_backward(
         )
     if t.sink is not None:
         grads.dsink = torch.zeros_like(t.sink, dtype=dtype)
-    for rows in _sequences(problem, t):
+    for rows in packed_sequences(problem, t):
         q_rows, k_rows = slice(rows.q_start, rows.q_stop), slice(rows.k_start, rows.k_stop)
         one = backward(
             problem,

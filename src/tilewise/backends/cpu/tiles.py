@@ -21,7 +21,7 @@ from torch import Tensor
 from ...core.mask import MaskSpec
 from ...core.problem import VARLEN, AttentionProblem
 from ...formats import varlen
-from ..base import AttentionTensors
+from ..base import AttentionTensors, packed_sequences
 
 # One score tile of a chunk holds at most this many elements: 4 MiB in float32, within a shared L3
 # cache.
@@ -265,18 +265,7 @@ def slots(
     heads = min(fit, problem.nheads_kv)
     kv_slices = [slice(h, h + heads) for h in range(0, problem.nheads_kv, heads)]
     if problem.layout == VARLEN:
-        assert tensors.cu_seqlens_q is not None and tensors.cu_seqlens_k is not None
-        found = varlen.sequences(
-            tensors.cu_seqlens_q,
-            tensors.cu_seqlens_k,
-            total_q=tensors.q.shape[0],
-            total_k=tensors.k.shape[0],
-            max_seqlen_q=problem.seqlen_q,
-            max_seqlen_k=problem.seqlen_k,
-            seqused_q=tensors.seqused_q,
-            seqused_k=tensors.seqused_k,
-        )
-        for sequence in found:
+        for sequence in packed_sequences(problem, tensors):
             for kv in kv_slices:
                 yield Slot(sequence, slice(sequence.index, sequence.index + 1), kv)
         return
