@@ -2,8 +2,8 @@
 reuse.
 
 All heads of a chunk go through one batched matmul. Query heads that share a key head are stacked as
-rows of one matrix, so grouped heads need no copy of K or V. Tile-sized buffers are made once per
-chunk and reused: on a CPU, fresh pages cost more than the exponentials.
+rows of one matrix, so grouped heads need no copy of K or V. Tile-sized buffers are reused: on a
+CPU, fresh pages for every tile would cost a good part of the time.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def block_sizes(rows: int, cols: int, group: int, seqlen_q: int, seqlen_k: int) 
 class Scratch:
     """Named flat buffers, grown on demand and handed out as contiguous views.
 
-    A thread keeps its buffers from call to call: touching fresh pages would cost more than the
-    exponentials. What is larger than KEEP_BYTES in all is given back after the call.
+    A thread keeps its buffers from call to call, which saves short calls their page faults. Buffers
+    of more than KEEP_BYTES in all are given back at the thread's next call.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
