@@ -13,6 +13,7 @@ from functools import lru_cache
 from .backends.base import Backend
 from .backends.cpu import CpuBackend
 from .backends.reference import ReferenceBackend
+from .backends.triton import TritonBackend
 from .core.features import BACKEND_NAMES
 from .core.problem import AttentionProblem
 from .errors import UnsupportedError
@@ -20,7 +21,11 @@ from .errors import UnsupportedError
 AUTO = "auto"
 ALGORITHMS = ("fa1", "fa2", "fa3", "standard")
 
-BACKENDS: dict[str, Backend] = {"cpu": CpuBackend(), "reference": ReferenceBackend()}
+BACKENDS: dict[str, Backend] = {
+    "cpu": CpuBackend(),
+    "triton": TritonBackend(),
+    "reference": ReferenceBackend(),
+}
 assert tuple(BACKENDS) == BACKEND_NAMES
 
 

@@ -12,14 +12,15 @@ FORWARD = "fwd"
 BACKWARD = "bwd"
 
 # Backends in order of preference. A new backend is named here, in FEATURES and in DTYPES.
-BACKEND_NAMES = ("cpu", "reference")
+BACKEND_NAMES = ("cpu", "triton", "reference")
 
 DTYPES: dict[str, tuple[str, ...]] = {
     "cpu": ("float16", "bfloat16", "float32", "float64"),
+    "triton": ("float16", "bfloat16", "float32"),
     "reference": ("float16", "bfloat16", "float32", "float64"),
 }
 
-_ALL = frozenset({"cpu", "reference"})
+_ALL = frozenset(BACKEND_NAMES)
 
 
 @dataclass(frozen=True, slots=True)

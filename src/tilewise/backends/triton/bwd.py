@@ -1,0 +1,211 @@
+"""Launches the backward: delta, then dK and dV, dQ and the bias's gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...core.config import TileConfig
+from ...core.problem import VARLEN, AttentionProblem
+from ...kernels.triton.bwd_dbias import flash_bwd_dbias_kernel
+from ...kernels.triton.bwd_dkdv import flash_bwd_dkdv_kernel
+from ...kernels.triton.bwd_dq import flash_bwd_dq_kernel
+from ...kernels.triton.bwd_preprocess import flash_bwd_preprocess_kernel
+from ...tuning import lookup
+from ..base import AttentionTensors, Gradients, Wanted
+from . import launch
+
+
+def bwd(
+    problem: AttentionProblem,
+    tensors: AttentionTensors,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    wanted: Wanted,
+    algorithm: str,
+) -> Gradients:
+    """See ``Backend.bwd``."""
+    p, t = problem, tensors
+    arch = launch.arch(t.q)
+    if p.softmax_scale < 0:
+        t = launch.with_q(t, t.q.neg())
+    delta = _delta(p, t, out, lse, dout, dlse)
+    shared = launch.shared_arguments(p, t)
+    tensors_in = (t.q, t.k, t.v, dout)
+    grads = Gradients()
+    if wanted.dk or wanted.dv:
+        grads.dk, grads.dv = _dkdv(
+            p, tensors_in, lse, delta, shared, lookup.config("bwd_dkdv", arch, p)
+        )
+    if wanted.dq:
+        config = lookup.config("bwd_dq", arch, p)
+        grads.dq = _dq(p, tensors_in, lse, delta, shared, config)
+        if p.softmax_scale < 0:
+            grads.dq.neg_()
+    if wanted.dbias:
+        assert t.attn_bias is not None
+        grads.dbias = _dbias(
+            p, tensors_in, lse, delta, t.attn_bias, shared, lookup.config("bwd_dbias", arch, p)
+        )
+    if wanted.dsink:
+        assert t.sink is not None
+        grads.dsink = _dsink(lse, delta, t.sink)
+    return grads
+
+
+def _delta(
+    p: AttentionProblem,
+    t: AttentionTensors,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+) -> Tensor:
+    """rowsum(dO O) - dlse, float32 in lse's layout; 0 where a packed tensor has no sequence."""
+    new = torch.zeros if p.layout == VARLEN else torch.empty
+    delta = new(lse.shape, dtype=torch.float32, device=lse.device)
+    BLOCK_M = 64
+    num_m_blocks = -(-p.seqlen_q // BLOCK_M)
+    if num_m_blocks * p.nheads * p.batch == 0:
+        return delta
+    flash_bwd_preprocess_kernel[(num_m_blocks * p.nheads * p.batch,)](
+        out,
+        dout,
+        lse,
+        None if dlse is None else dlse.contiguous(),
+        delta,
+        t.cu_seqlens_q,
+        t.seqused_q,
+        launch.strides(out),
+        launch.strides(dout),
+        p.batch,
+        p.nheads,
+        p.seqlen_q,
+        t.q.shape[0] if p.layout == VARLEN else 0,
+        num_m_blocks,
+        HEAD_DIM_V=p.head_dim_v,
+        BLOCK_DV=launch.power_of_two(p.head_dim_v),
+        BLOCK_M=BLOCK_M,
+    )
+    return delta
+
+
+def _dkdv(
+    p: AttentionProblem,
+    qkvdo: tuple[Tensor, ...],
+    lse: Tensor,
+    delta: Tensor,
+    shared: dict[str, Any],
+    config: TileConfig,
+) -> tuple[Tensor, Tensor]:
+    q, k, v, dout = qkvdo
+    dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
+    num_n_blocks = -(-p.seqlen_k // config.BLOCK_N)
+    grid = num_n_blocks * p.nheads_kv * p.batch
+    if grid == 0:
+        return dk.zero_(), dv.zero_()
+    args, use_tma = launch.rows(p, (q, k, v, dout), config, shared)
+    flash_bwd_dkdv_kernel[(grid,)](
+        *args,
+        lse,
+        delta,
+        dk,
+        dv,
+        **launch.row_strides(q=q, k=k, v=v, dout=dout, dk=dk, dv=dv),
+        **shared,
+        num_n_blocks=num_n_blocks,
+        section=launch.section(p, p.nheads_kv),
+        grad_scale=abs(p.softmax_scale),
+        **launch.options(config, use_tma, q),
+    )
+    return dk, dv
+
+
+def _dq(
+    p: AttentionProblem,
+    qkvdo: tuple[Tensor, ...],
+    lse: Tensor,
+    delta: Tensor,
+    shared: dict[str, Any],
+    config: TileConfig,
+) -> Tensor:
+    q, k, v, dout = qkvdo
+    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    num_m_blocks = -(-p.seqlen_q // config.BLOCK_M)
+    grid = num_m_blocks * p.nheads * p.batch
+    if grid == 0:
+        return dq.zero_()
+    args, use_tma = launch.rows(p, (q, k, v, dout), config, shared)
+    flash_bwd_dq_kernel[(grid,)](
+        *args,
+        lse,
+        delta,
+        dq,
+        **launch.row_strides(q=q, k=k, v=v, dout=dout, dq=dq),
+        **shared,
+        num_m_blocks=num_m_blocks,
+        section=launch.section(p, p.nheads),
+        grad_scale=abs(p.softmax_scale),
+        **launch.options(config, use_tma, q),
+    )
+    return dq
+
+
+def _dbias(
+    p: AttentionProblem,
+    qkvdo: tuple[Tensor, ...],
+    lse: Tensor,
+    delta: Tensor,
+    attn_bias: Tensor,
+    shared: dict[str, Any],
+    config: TileConfig,
+) -> Tensor:
+    q, k, v, dout = qkvdo
+    varlen = p.layout == VARLEN
+    dbias = torch.zeros(attn_bias.shape, dtype=attn_bias.dtype, device=attn_bias.device)
+    shape = (p.batch, *attn_bias.shape) if varlen else attn_bias.shape
+    one_row, one_column = not varlen and shape[2] == 1, shape[3] == 1
+    num_m_blocks = 1 if one_row else -(-p.seqlen_q // config.BLOCK_M)
+    num_n_blocks = 1 if one_column else -(-p.seqlen_k // config.BLOCK_N)
+    grid = num_n_blocks * num_m_blocks * shape[1] * shape[0]
+    if grid == 0:
+        return dbias
+    names = ("attn_mask", "batch")
+    strides = dbias.stride() if dbias.dim() == 4 else (0, *dbias.stride())
+    flash_bwd_dbias_kernel[(grid,)](
+        q,
+        k,
+        v,
+        dout,
+        lse,
+        delta,
+        dbias,
+        **launch.row_strides(q=q, k=k, v=v, dout=dout),
+        **{name: x for name, x in shared.items() if name not in names},
+        dbias_strides=strides,
+        bias_heads=shape[1],
+        heads_each=p.nheads // shape[1],
+        batches_each=p.batch // shape[0],
+        num_m_blocks=num_m_blocks,
+        num_n_blocks=num_n_blocks,
+        BLOCK_M=config.BLOCK_M,
+        BLOCK_N=config.BLOCK_N,
+        ONE_ROW=one_row,
+        ONE_COLUMN=one_column,
+        APPROX_TANH=launch.approx_tanh(q),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+    return dbias
+
+
+def _dsink(lse: Tensor, delta: Tensor, sink: Tensor) -> Tensor:
+    """- sum over rows of exp(sink - lse) delta, (nheads,)."""
+    heads_last = lse.dim() == 2  # (nheads, total_q), else (batch, nheads, seqlen_q)
+    logit = sink.to(lse.dtype)[:, None]
+    p_sink = torch.exp(logit - lse).masked_fill(lse == -torch.inf, 0.0)
+    return (p_sink * delta).sum(-1 if heads_last else (0, 2)).neg().to(sink.dtype)

@@ -1,0 +1,46 @@
+"""Launches the forward."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...core.problem import VARLEN, AttentionProblem
+from ...kernels.triton.fwd import flash_fwd_kernel
+from ...tuning import lookup
+from ..base import AttentionTensors, lse_dtype
+from . import launch
+
+
+def fwd(
+    problem: AttentionProblem, tensors: AttentionTensors, algorithm: str
+) -> tuple[Tensor, Tensor]:
+    """out and lse; see ``Backend.fwd``."""
+    p, t = problem, tensors
+    config = lookup.config("fwd", launch.arch(t.q), p)
+    q = t.q.neg() if p.softmax_scale < 0 else t.q
+    out = torch.empty(*q.shape[:-1], p.head_dim_v, dtype=q.dtype, device=q.device)
+    if p.layout == VARLEN:
+        lse = torch.full((p.nheads, q.shape[0]), -torch.inf, dtype=lse_dtype(q), device=q.device)
+    else:
+        shape = (p.batch, p.nheads, p.seqlen_q)
+        lse = torch.empty(shape, dtype=lse_dtype(q), device=q.device)
+    num_m_blocks = -(-p.seqlen_q // config.BLOCK_M)
+    grid = num_m_blocks * p.nheads * p.batch
+    if grid == 0:
+        return out.zero_(), lse
+    shared = launch.shared_arguments(p, t)
+    args, use_tma = launch.rows(p, (q, t.k, t.v), config, shared)
+    flash_fwd_kernel[(grid,)](
+        *args,
+        out,
+        lse,
+        sink=t.sink,
+        **launch.row_strides(q=q, k=t.k, v=t.v, out=out),
+        **shared,
+        num_m_blocks=num_m_blocks,
+        section=launch.section(p, p.nheads),
+        **launch.options(config, use_tma, q),
+        WARP_SPECIALIZE=use_tma and config.warp_specialize,
+    )
+    return out, lse

@@ -1,0 +1,186 @@
+"""What every launch shares: strides, descriptors, head sections, the kernels' common arguments."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...core.config import TileConfig
+from ...core.problem import VARLEN, AttentionProblem
+from ...formats.philox import threshold
+from ..base import AttentionTensors
+
+# Keys and values that programs running at the same time may share in the L2 cache, in bytes.
+SECTION_BYTES = 32 << 20
+# Beyond this a window side hides nothing, and 32-bit arithmetic on positions would wrap.
+FAR = 2**30
+# The smallest scale that still hides masked scores (0 times -inf is NaN).
+TINY = 2.0**-126
+
+
+@lru_cache
+def _arch(index: int) -> str:
+    properties = torch.cuda.get_device_properties(index)
+    if torch.version.hip is not None:
+        return str(properties.gcnArchName).partition(":")[0]
+    return f"sm_{properties.major}{properties.minor}"
+
+
+def arch(x: Tensor) -> str:
+    """What tuning tables call x's device: "sm_90", "gfx942"; "interpret" on a CPU."""
+    return _arch(x.device.index) if x.is_cuda else "interpret"
+
+
+def power_of_two(n: int, least: int = 16) -> int:
+    """The least power of two from ``least`` on that is at least n."""
+    return max(least, 1 << (n - 1).bit_length()) if n > 0 else least
+
+
+def strides(x: Tensor) -> tuple[int, int, int, int]:
+    """(batch, row, head, column) of (batch, seqlen, heads, dim) or (total, heads, dim).
+
+    A dimension of size one gets stride 0, whatever torch says, so that it is no compile key.
+    """
+    s = tuple(0 if n == 1 else st for n, st in zip(x.shape, x.stride(), strict=True))
+    column = 1 if x.shape[-1] == 1 else s[-1]
+    return (*s[:-1], column) if x.dim() == 4 else (0, *s[:-1], column)  # type: ignore[return-value]
+
+
+def suits_tma(x: Tensor) -> bool:
+    """Whether a tensor descriptor can read x: whole 16-byte units, columns adjacent, not empty."""
+    size = x.element_size()
+    return (
+        x.numel() > 0
+        and x.stride(-1) == 1
+        and x.data_ptr() % 16 == 0
+        and x.shape[-1] * size >= 16
+        and all(
+            st * size % 16 == 0 and (st > 0 or n == 1)
+            for n, st in zip(x.shape[:-1], x.stride()[:-1], strict=True)
+        )
+    )
+
+
+def descriptor(x: Tensor, rows: int, block_d: int) -> Any:
+    """A tensor descriptor of tiles of ``rows`` rows of one head."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    x4 = x if x.dim() == 4 else x[None]
+    strides4 = [
+        x4[0].numel() if n == 1 else st for n, st in zip(x4.shape, x4.stride(), strict=True)
+    ]
+    strides4 = [-(-st * x.element_size() // 16) * 16 // x.element_size() for st in strides4[:3]]
+    return TensorDescriptor(x4, list(x4.shape), [*strides4, 1], [1, rows, 1, block_d])
+
+
+def section(problem: AttentionProblem, heads: int) -> int:
+    """Of the grid's ``heads``, counted over the batch, those that are worked on together."""
+    if problem.mask.window_right is None:
+        return 1  # equal tiles: one head at a time shares most
+    element = 4 if problem.dtype == "float32" else 2
+    bytes_of_head = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * element
+    together = SECTION_BYTES // max(1, bytes_of_head) * (heads // problem.nheads_kv)
+    return max(1, min(together, problem.batch * heads))
+
+
+def with_q(tensors: AttentionTensors, q: Tensor) -> AttentionTensors:
+    """The same call with other queries."""
+    return replace(tensors, q=q)
+
+
+def rows(
+    problem: AttentionProblem,
+    tensors: tuple[Tensor, ...],
+    config: TileConfig,
+    shared: dict[str, Any],
+) -> tuple[list[Any], bool]:
+    """q, k, v and, in a backward, dout as the kernels take them, and whether through TMA."""
+    use_tma = config.use_tma and all(suits_tma(x) for x in tensors)
+    if not use_tma:
+        return list(tensors), False
+    blocks = (config.BLOCK_M, config.BLOCK_N, config.BLOCK_N, config.BLOCK_M)
+    dims = (shared["BLOCK_D"], shared["BLOCK_D"], shared["BLOCK_DV"], shared["BLOCK_DV"])
+    return [descriptor(x, n, d) for x, n, d in zip(tensors, blocks, dims, strict=False)], True
+
+
+def row_strides(**tensors: Tensor) -> dict[str, tuple[int, int, int, int]]:
+    """``strides`` of each tensor, under the name of the kernel's argument."""
+    return {f"{name}_strides": strides(x) for name, x in tensors.items()}
+
+
+def approx_tanh(q: Tensor) -> bool:
+    """Whether tanh may be the hardware's, whose relative error is 2^-11: no worse than a score
+    rounded to half precision, as standard attention rounds it."""
+    return q.is_cuda and torch.version.hip is None and q.dtype != torch.float32
+
+
+def options(config: TileConfig, use_tma: bool, q: Tensor) -> dict[str, Any]:
+    """What a configuration sets in every kernel that has TMA."""
+    return {
+        "BLOCK_M": config.BLOCK_M,
+        "BLOCK_N": config.BLOCK_N,
+        "USE_TMA": use_tma,
+        "APPROX_TANH": approx_tanh(q),
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+    }
+
+
+def shared_arguments(problem: AttentionProblem, t: AttentionTensors) -> dict[str, Any]:
+    """The arguments that forward and backward kernels share, by name."""
+    p = problem
+    left, right = p.mask.window_left, p.mask.window_right
+    varlen = p.layout == VARLEN
+    bias, slopes = t.attn_bias, t.alibi_slopes
+    boolean = bias is not None and bias.dtype == torch.bool
+    slope_strides = (0, 0)
+    if slopes is not None:
+        slope_strides = (slopes.stride(0) if slopes.dim() == 2 else 0, slopes.stride(-1))
+    bias_strides = (0, 0, 0, 0)
+    if bias is not None:
+        bias_strides = tuple(  # type: ignore[assignment]
+            0 if n == 1 else st for n, st in zip(bias.shape, bias.stride(), strict=True)
+        )
+        bias_strides = bias_strides if bias.dim() == 4 else (0, *bias_strides)  # type: ignore[assignment]
+    scale = abs(p.softmax_scale)
+    return {
+        "attn_bias": None if boolean else bias,
+        "attn_mask": bias if boolean else None,
+        "alibi_slopes": slopes,
+        "seed": t.seed,
+        "cu_seqlens_q": t.cu_seqlens_q,
+        "cu_seqlens_k": t.cu_seqlens_k,
+        "seqused_q": t.seqused_q,
+        "seqused_k": t.seqused_k,
+        "bias_strides": bias_strides,
+        "slope_strides": slope_strides,
+        "batch": p.batch,
+        "nheads": p.nheads,
+        "group": p.group,
+        "seqlen_q": p.seqlen_q,
+        "seqlen_k": p.seqlen_k,
+        "total_q": t.q.shape[0] if varlen else 0,
+        "total_k": t.k.shape[0] if varlen else 0,
+        "softmax_scale": max(scale, TINY),
+        "softcap": p.softcap or None,
+        "window_left": None if left is None else min(left, FAR),
+        "window_right": None if right is None else min(right, FAR),
+        "dropout_threshold": threshold(p.dropout_p),
+        "keep_scale": 1.0 / (1.0 - p.dropout_p),
+        "HEAD_DIM": p.head_dim,
+        "HEAD_DIM_V": p.head_dim_v,
+        "BLOCK_D": power_of_two(p.head_dim),
+        "BLOCK_DV": power_of_two(p.head_dim_v),
+        "PRECISION": precision(p.dtype),
+    }
+
+
+def precision(dtype: str) -> str:
+    """How a matrix product of float32 is computed: exactly, or in TF32 where torch's own is."""
+    if dtype == "float32" and torch.backends.cuda.matmul.fp32_precision == "tf32":
+        return "tf32"
+    return "ieee"

@@ -1,0 +1,1 @@
+"""Device code only: no torch here. One file for each kernel, one folder for each language."""

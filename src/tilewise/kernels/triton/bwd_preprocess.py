@@ -1,0 +1,60 @@
+"""The backward's preprocessing: delta."""
+
+import triton
+import triton.language as tl
+
+from .score import NEG_INF
+from .tiles import load_rows, rows_of_sequence, source, statistics_of, tile_of_program
+
+
+@triton.jit(
+    do_not_specialize=["batch", "nheads", "seqlen_q", "total_q", "num_m_blocks"]
+)  # fmt: skip
+def flash_bwd_preprocess_kernel(
+    out,
+    dout,
+    lse,
+    dlse,
+    delta,
+    cu_seqlens_q,
+    seqused_q,
+    out_strides,
+    dout_strides,
+    batch,
+    nheads,
+    seqlen_q,
+    total_q,
+    num_m_blocks,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """What the softmax's derivative takes from every dP of a row.
+
+    Computes: delta_i = sum_d dO_id O_id - dlse_i; 0 in rows without keys.
+    Grid: flat over blocks of BLOCK_M rows, heads and sequences.
+    Numerics: float32.
+    Source: Dao 2023, "FlashAttention-2", Algorithm 2, line 4; dlse is ours: d lse_i / d s_ij is
+        p_ij, so that it joins delta with the opposite sign.
+    """
+    m_block, head_id = tile_of_program(tl.program_id(0), num_m_blocks, batch * nheads, 1, False)
+    batch_id = head_id // nheads
+    head = head_id % nheads
+    start, _, used = rows_of_sequence(batch_id, cu_seqlens_q, seqused_q, seqlen_q, total_q)
+    m_start = m_block * BLOCK_M
+    if m_start >= used:
+        return
+    O = source(out, out_strides, batch_id, start, head, cu_seqlens_q, False)
+    dO = source(dout, dout_strides, batch_id, start, head, cu_seqlens_q, False)
+    o = load_rows(O, m_start, 0, used, BLOCK_M, HEAD_DIM_V, BLOCK_DV, False, True)
+    do = load_rows(dO, m_start, 0, used, BLOCK_M, HEAD_DIM_V, BLOCK_DV, False, True)
+    delta_i = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)  # (BLOCK_M,)
+    offs_m = m_start + tl.arange(0, BLOCK_M)
+    lse = statistics_of(lse, batch_id, head, nheads, seqlen_q, total_q, start, cu_seqlens_q)
+    lse_i = tl.load(lse + offs_m, mask=offs_m < used, other=NEG_INF)
+    if dlse is not None:
+        dlse = statistics_of(dlse, batch_id, head, nheads, seqlen_q, total_q, start, cu_seqlens_q)
+        delta_i -= tl.load(dlse + offs_m, mask=offs_m < used, other=0.0).to(tl.float32)
+    delta_i = tl.where(lse_i == NEG_INF, 0.0, delta_i)
+    delta = statistics_of(delta, batch_id, head, nheads, seqlen_q, total_q, start, cu_seqlens_q)
+    tl.store(delta + offs_m, delta_i, mask=offs_m < used)

@@ -1,0 +1,52 @@
+"""What the backward kernels share: P and dS of one tile, recomputed.
+
+P = exp(s - lse)       Z = keep / (1 - dropout_p)
+dP = (dO V^T) Z        dS = P (dP - delta)
+"""
+
+import triton
+import triton.language as tl
+
+from .dropout import kept
+from .score import NEG_INF, exp_scores, from_natural, scores
+
+
+@triton.jit
+def row_statistics(lse, delta, m_start, used, SCORE, BLOCK_M: tl.constexpr):
+    """lse in the unit of m and delta of rows m_start, ..., (BLOCK_M,) each.
+
+    Where P must be 0 - in rows without keys and past the end - lse is +inf.
+    """
+    offs_m = m_start + tl.arange(0, BLOCK_M)
+    lse_i = tl.load(lse + offs_m, mask=offs_m < used, other=NEG_INF).to(tl.float32)
+    delta_i = tl.load(delta + offs_m, mask=offs_m < used, other=0.0)
+    return tl.where(lse_i == NEG_INF, -NEG_INF, from_natural(lse_i, SCORE)), delta_i
+
+
+@triton.jit
+def probabilities(x, i, j, lse_i, SCORE, MASK, MASKED: tl.constexpr, APPROX_TANH: tl.constexpr):
+    """P and d s / d (softmax_scale x) from x = q k^T; lse_i broadcasts to the tile."""
+    s, dcap = scores(x, i, j, SCORE, MASK, MASKED, APPROX_TANH)
+    return exp_scores(s, lse_i, SCORE), dcap
+
+
+@triton.jit
+def dropped(p, dp, m_start, n_start, DROPOUT, keep_scale, TRANSPOSED: tl.constexpr,
+            BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
+    """P without its dropped elements (unscaled), and dP = (dO V^T) Z."""
+    if DROPOUT[0] is not None:
+        keep = kept(DROPOUT, m_start, n_start, BLOCK_M, BLOCK_N)
+        if TRANSPOSED:
+            keep = keep.T
+        return tl.where(keep, p, 0.0), tl.where(keep, dp * keep_scale, 0.0)
+    else:
+        return p, dp
+
+
+@triton.jit
+def score_gradient(p, dp, delta_i, SCORE):
+    """d loss / d s = P (dP - delta); exactly 0 where a bias hides the key, whatever dP holds."""
+    ds = p * (dp - delta_i)
+    if SCORE[3] is not None or SCORE[4] is not None:
+        ds = tl.where(p == 0.0, 0.0, ds)
+    return ds
