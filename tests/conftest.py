@@ -4,22 +4,34 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
-import hypothesis
 import pytest
 import torch
 
-from tilewise import testing
+if not torch.cuda.is_available():
+    # read when triton is imported: without a GPU its kernels are interpreted
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
-hypothesis.settings.register_profile("tilewise", derandomize=True, deadline=None, database=None)
-hypothesis.settings.load_profile("tilewise")
+from tilewise import testing
+from tilewise.backends.triton import interpreted
+from tilewise.tuning import lookup
+
+try:
+    import hypothesis
+except ImportError:  # tests/device does without it
+    pass
+else:
+    hypothesis.settings.register_profile("tilewise", derandomize=True, deadline=None, database=None)
+    hypothesis.settings.load_profile("tilewise")
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
 
 CPU_ENGINES = (("cpu", "fa2"), ("cpu", "fa1"))
 ENGINES = (*CPU_ENGINES, ("reference", "standard"))
+TRITON_ENGINES = (("triton", "fa2"),)
 
 
 def _engine(pair: tuple[str, str]) -> dict[str, str]:
@@ -36,6 +48,31 @@ def engine(request: pytest.FixtureRequest) -> dict[str, str]:
 def cpu_engine(request: pytest.FixtureRequest) -> dict[str, str]:
     """As ``engine``, of the CPU backend alone."""
     return _engine(request.param)
+
+
+@pytest.fixture(params=TRITON_ENGINES, ids="-".join)
+def triton_engine(request: pytest.FixtureRequest) -> dict[str, str]:
+    """As ``engine``, of the Triton backend alone: on a GPU, or on a CPU by the interpreter."""
+    return _engine(request.param)
+
+
+@pytest.fixture
+def interpreter() -> None:
+    """For tests of the Triton backend on CPU tensors."""
+    if not interpreted():
+        pytest.skip("this machine has a GPU: tests/device runs the kernels there")
+
+
+@pytest.fixture(params=["pointers", "tma"])
+def loads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How every kernel that can do both loads its rows, whatever the tuning tables say."""
+    found = lookup.config
+
+    def config(*arguments: Any) -> Any:
+        return replace(found(*arguments), use_tma=request.param == "tma")
+
+    monkeypatch.setattr(lookup, "config", config)
+    return request.param
 
 
 @pytest.fixture(autouse=True)

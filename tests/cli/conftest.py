@@ -13,6 +13,15 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
+@pytest.fixture(autouse=True)
+def kernels_are_not_interpreted(monkeypatch):
+    """Users' machines do not interpret kernels on a CPU, which takes minutes for ``check``."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    choose.cache_clear()
+    yield
+    choose.cache_clear()
+
+
 @pytest.fixture
 def fresh_choices():
     """What a test makes backends say is not remembered after it."""

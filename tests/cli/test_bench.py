@@ -5,10 +5,10 @@ import pytest
 
 from tilewise.bench import memory, providers
 from tilewise.cli import main
-from tilewise.cli.bench import gate
+from tilewise.cli.gate import gate
 
 PNG = b"\x89PNG\r\n\x1a\n"
-TINY = ["bench", "--n-heads", "1", "--d-head", "16", "--seconds", "0.001"]
+TINY = ["bench", "--device", "cpu", "--n-heads", "1", "--d-head", "16", "--seconds", "0.001"]
 
 
 @pytest.fixture
@@ -63,9 +63,10 @@ def test_flags_choose_what_is_measured(capsys, tmp_path, known_peaks):
 
 @pytest.mark.parametrize("name", ["tilewise", "sdpa-flash"])
 def test_no_speed_of_a_wrong_provider(capsys, monkeypatch, tmp_path, known_peaks, name):
-    true = providers.PROVIDERS[name].attend
+    true = providers.PROVIDERS[name].bind
     wrong = replace(
-        providers.PROVIDERS[name], attend=lambda q, k, v, causal: true(q, k, v, causal) * 1.0001
+        providers.PROVIDERS[name],
+        bind=lambda shape: lambda q, k, v: true(shape)(q, k, v) * 1.0001,
     )
     monkeypatch.setitem(providers.PROVIDERS, name, wrong)
     result = tmp_path / "r.json"
@@ -76,11 +77,11 @@ def test_no_speed_of_a_wrong_provider(capsys, monkeypatch, tmp_path, known_peaks
 
 
 def test_the_gate_sees_a_wrong_gradient_alone():
-    def attend(q, k, v, causal):
-        eager = providers.PROVIDERS["eager"].attend
-        return 2 * eager(q, k, v, causal) - eager(q, k, v.detach(), causal)  # doubles dv alone
+    def bind(shape):
+        eager = providers.EAGER.bind(shape)
+        return lambda q, k, v: 2 * eager(q, k, v) - eager(q, k, v.detach())  # doubles dv alone
 
-    wrong = replace(providers.PROVIDERS["eager"], name="wrong", attend=attend)
+    wrong = replace(providers.EAGER, name="wrong", bind=bind)
     lines = gate([wrong], providers.Shape(1, 65, 2, 16))
     assert [line.split()[1] for line in lines] == ["dv"]
 

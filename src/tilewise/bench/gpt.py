@@ -23,7 +23,7 @@ def standard_attention(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, seed: 
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     batch, nheads, seqlen, head_dim = q.shape
     s = (q @ k.mT) / math.sqrt(head_dim)
-    hidden = torch.ones(seqlen, seqlen, dtype=torch.bool).triu_(1)
+    hidden = torch.ones(seqlen, seqlen, dtype=torch.bool, device=q.device).triu_(1)
     p = torch.softmax(s.masked_fill(hidden, float("-inf")), dim=-1)
     if dropout_p > 0:
         keep = keep_mask(
@@ -33,6 +33,7 @@ def standard_attention(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, seed: 
             heads=range(nheads),
             rows=range(seqlen),
             cols=range(seqlen),
+            device=q.device,
         )
         p = p * keep / (1 - dropout_p)
     return (p @ v).transpose(1, 2)
@@ -45,21 +46,40 @@ def tilewise_attention(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, seed: 
     return out
 
 
+def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, seed: int) -> Tensor:
+    """The same by torch's ``scaled_dot_product_attention``; dropout draws from torch's generator.
+
+    ``seed`` is not used.
+    """
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    out = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=True)
+    return out.transpose(1, 2)
+
+
 ATTENTION: dict[str, CausalAttention] = {
     "standard": standard_attention,
     "tilewise": tilewise_attention,
 }
+RIVALS: dict[str, CausalAttention] = {"sdpa": sdpa_attention}
+
+
+def attention_named(name: str) -> CausalAttention:
+    """Of ``ATTENTION`` or ``RIVALS``."""
+    return RIVALS[name] if name in RIVALS else ATTENTION[name]
 
 
 @dataclass(frozen=True, slots=True)
 class GPTConfig:
-    """Sizes of the model; the defaults have 3.3 million parameters."""
+    """Sizes of the model; the defaults have 3.3 million parameters, ``GPT2_SMALL`` 86 million."""
 
     context: int = 256
     layers: int = 4
     nheads: int = 4
     width: int = 256
     dropout_p: float = 0.1
+
+
+GPT2_SMALL = GPTConfig(context=1024, layers=12, nheads=12, width=768, dropout_p=0.0)
 
 
 class Block(nn.Module):

@@ -1,4 +1,7 @@
-"""Peak memory of attention on a CPU: resident bytes of a fresh process, in bytes that were touched.
+"""Peak memory of attention.
+
+On a GPU torch's allocator counts it. On a CPU it is the resident bytes of a fresh process, in bytes
+that were touched.
 
 On Linux the kernel keeps the largest resident size of a process (VmHWM) and lets it be set back to
 the present one (5 written to clear_refs). It counts whole pages at the moment before any is given
@@ -32,6 +35,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 VM_HWM = "VmHWM"
 RU_MAXRSS = "ru_maxrss"
+ALLOCATOR = "max_memory_allocated"
 _WARM_UP_LENGTH = 256
 
 
@@ -74,6 +78,17 @@ def resident_peak(function: Callable[[], object]) -> int:
     return _max_rss() - start
 
 
+def device_peak(function: Callable[[], object]) -> int:
+    """Bytes by which what torch holds on the current GPU rose above its start in ``function``."""
+    gc.collect()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    function()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
 def peak_extra(provider: str, shape: Shape, backward: bool = True) -> int:
     """Peak extra bytes of one call in a fresh process, beyond its inputs and dout.
 
@@ -111,12 +126,13 @@ def measure_here(provider: str, shape: Shape, backward: bool) -> int:
 
     def call(sizes: Shape) -> Callable[[], object]:
         q, k, v, dout = (rival.layout(x) for x in make_inputs(sizes))
+        attend = rival.bind(sizes)
         if backward:
-            return lambda: forward_backward(rival, (q, k, v), dout, sizes.causal)
+            return lambda: forward_backward(attend, (q, k, v), dout)
 
         def forward() -> object:
             with torch.no_grad():
-                return rival.attend(q, k, v, sizes.causal)
+                return attend(q, k, v)
 
         return forward
 

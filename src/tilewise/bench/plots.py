@@ -15,7 +15,15 @@ HOW_TO_GET = "matplotlib is not installed: pip install 'tilewise[bench]' draws t
 _COLORS = {
     "tilewise": "#d1495b",
     "tilewise-fa1": "#edae49",
+    "tilewise-triton": "#f2a541",
+    "tilewise-gluon": "#9b2226",
     "sdpa-flash": "#30638e",
+    "sdpa-cudnn": "#3f8efc",
+    "sdpa-memeff": "#8ecae6",
+    "sdpa": "#30638e",
+    "flex": "#6a4c93",
+    "fa3": "#2a9d8f",
+    "fa4": "#1b5e20",
     "eager": "#8d99ae",
     "standard": "#8d99ae",
 }
@@ -26,7 +34,13 @@ _LABELS = {
     "eager": "standard",
     "standard": "standard",
 }
+_OTHER = "#444444"
 _DIRECTIONS = {FORWARD: "Forward", BACKWARD: "Backward"}
+
+
+def color(name: str) -> str:
+    """A provider's or a run's colour, the same in every figure."""
+    return _COLORS.get(name, _OTHER)
 
 
 def available() -> bool:
@@ -34,21 +48,23 @@ def available() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
 
 
-def _figure(rows: int, cols: int, width: float, height: float) -> tuple[Any, Any]:
+def figure(rows: int, cols: int, width: float, height: float) -> tuple[Any, Any]:
+    """An empty figure of panels, each ``width`` by ``height`` inches, and its axes by row."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(
+    drawn, axes = pyplot.subplots(
         rows, cols, figsize=(width * cols, height * rows), squeeze=False, layout="constrained"
     )
     for ax in axes.flat:
         ax.spines[["top", "right"]].set_visible(False)
-    return figure, axes
+    return drawn, axes
 
 
-def _save(figure: Any, path: Path) -> None:
+def save(figure: Any, path: Path) -> None:
+    """Writes the PNG; makes its folder."""
     from matplotlib import pyplot
 
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -56,12 +72,13 @@ def _save(figure: Any, path: Path) -> None:
     pyplot.close(figure)
 
 
-def _bars(
+def bars(
     ax: Any,
     values: Mapping[str, Mapping[int, float]],
     lengths: Sequence[int],
     number: str,
     log: bool = False,
+    labels: Mapping[str, str] = _LABELS,
 ) -> None:
     """Bars by provider over the length; a bar that was not measured says so by a cross."""
     width = 0.84 / max(1, len(values))
@@ -71,7 +88,7 @@ def _bars(
     for i, (name, found) in enumerate(values.items()):
         places = [x + (i - (len(values) - 1) / 2) * width for x in range(len(lengths))]
         heights = [found.get(length, float("nan")) for length in lengths]
-        ax.bar(places, heights, 0.94 * width, color=_COLORS[name], label=_LABELS[name])
+        ax.bar(places, heights, 0.94 * width, color=color(name), label=labels.get(name, name))
         for place, length in zip(places, lengths, strict=True):
             if length in found:
                 text = format(found[length], number)
@@ -90,7 +107,7 @@ def _bars(
                     (place, 0.01),
                     xycoords=("data", "axes fraction"),
                     ha="center",
-                    color=_COLORS[name],
+                    color=color(name),
                 )
     ax.set_xticks(range(len(lengths)), [_length(n) for n in lengths])
     ax.set_xlabel("sequence length")
@@ -127,7 +144,7 @@ def benchmark(rows: Sequence[Row], board: Mapping[str, Any], path: Path) -> None
     lengths = sorted({r.seqlen_q for r in rows})
     total = len(panels) + bool(memory)
     cols = min(2, total)
-    figure, axes = _figure(-(-total // cols), cols, 6.0, 3.4)
+    drawn, axes = figure(-(-total // cols), cols, 6.0, 3.4)
     flat = list(axes.flat)
     for ax, (suite, causal) in zip(flat, panels, strict=False):
         chosen = [r for r in rows if (r.suite, r.causal) == (suite, causal)]
@@ -135,12 +152,12 @@ def benchmark(rows: Sequence[Row], board: Mapping[str, Any], path: Path) -> None
             name: {n: 1e3 * tflops for n, tflops in found.items()}
             for name, found in _by_provider(chosen, "tflops").items()
         }
-        _bars(ax, speed, lengths, ".0f")
+        bars(ax, speed, lengths, ".0f")
         ax.set_title(f"{_DIRECTIONS[suite]}, {'causal' if causal else 'no mask'}", fontsize=10)
         ax.set_ylabel("GFLOP/s (higher is better)")
     if memory:
         ax = flat[len(panels)]
-        _bars(ax, _by_provider(memory, "peak_mib"), lengths, ".0f", log=True)
+        bars(ax, _by_provider(memory, "peak_mib"), lengths, ".0f", log=True)
         mask = "causal" if memory[0].causal else "no mask"
         ax.set_title(f"Peak memory, forward + backward, {mask}", fontsize=10)
         ax.set_ylabel("MiB beyond the inputs (log)")
@@ -148,8 +165,8 @@ def benchmark(rows: Sequence[Row], board: Mapping[str, Any], path: Path) -> None
         ax.set_axis_off()
     flat[0].legend(frameon=False, fontsize=8, loc="upper left", ncols=2)
     flat[0].margins(y=0.3)
-    figure.suptitle(f"{_sizes(rows[0])} · {board['cpu']}, {board['threads']} threads", fontsize=9)
-    _save(figure, path)
+    drawn.suptitle(f"{_sizes(rows[0])} · {board['cpu']}, {board['threads']} threads", fontsize=9)
+    save(drawn, path)
 
 
 def training(runs: Mapping[str, Run], memory: Sequence[Row], path: Path) -> None:
@@ -160,8 +177,8 @@ def training(runs: Mapping[str, Run], memory: Sequence[Row], path: Path) -> None
         memory: rows of suite "fwd_bwd" with a peak.
         path: the PNG.
     """
-    figure, axes = _figure(1, 3, 4.6, 3.7)
-    curves, difference, bars = axes[0]
+    drawn, axes = figure(1, 3, 4.6, 3.7)
+    curves, difference, by_length = axes[0]
     standard, tilewise = runs["standard"].losses, runs["tilewise"].losses
     steps = range(1, len(standard) + 1)
     curves.plot(steps, standard, color=_COLORS["standard"], lw=4, label="standard")
@@ -184,8 +201,8 @@ def training(runs: Mapping[str, Run], memory: Sequence[Row], path: Path) -> None
     difference.set_ylabel("|standard - tilewise| (log)")
 
     peaks = _by_provider(memory, "peak_mib")
-    _bars(bars, peaks, sorted({r.seqlen_q for r in memory}), ".0f")
-    bars.set_title("Peak memory of attention, forward + backward", fontsize=10)
-    bars.set_ylabel("MiB beyond the inputs")
-    bars.legend(frameon=False, title=_sizes(memory[0]), title_fontsize=7.5, loc="upper left")
-    _save(figure, path)
+    bars(by_length, peaks, sorted({r.seqlen_q for r in memory}), ".0f")
+    by_length.set_title("Peak memory of attention, forward + backward", fontsize=10)
+    by_length.set_ylabel("MiB beyond the inputs")
+    by_length.legend(frameon=False, title=_sizes(memory[0]), title_fontsize=7.5, loc="upper left")
+    save(drawn, path)

@@ -1,4 +1,4 @@
-"""The rivals of one measurement, each in its natural contiguous layout."""
+"""What can compute attention on a CPU, each in its natural contiguous layout; the common form."""
 
 from __future__ import annotations
 
@@ -17,14 +17,26 @@ from ..api import flash_attn_func
 
 FORWARD = "fwd"
 BACKWARD = "bwd"
+FORWARD_BACKWARD = "fwd_bwd"
+DIRECTIONS = (FORWARD, BACKWARD, FORWARD_BACKWARD)
+_MATMULS = {FORWARD: 1.0, BACKWARD: 2.5, FORWARD_BACKWARD: 3.5}  # in forwards, as the papers count
 
-Attention = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 Triple = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes of one self-attention call; ``dtype`` is a name such as "float32"."""
+    """Sizes and options of one self-attention call.
+
+    Attributes:
+        batch, seqlen, nheads, head_dim: sizes; keys are as long as queries.
+        causal: whether the causal mask is on.
+        dtype: a name such as "float32".
+        dropout_p: probability of dropping a weight.
+        device: "cpu" or "cuda".
+        dropout_seed: of tilewise's dropout; drawn in each call when None.
+    """
 
     batch: int = 1
     seqlen: int = 1024
@@ -32,6 +44,9 @@ class Shape:
     head_dim: int = 64
     causal: bool = True
     dtype: str = "float32"
+    dropout_p: float = 0.0
+    device: str = "cpu"
+    dropout_seed: int | None = None
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -48,7 +63,7 @@ class Shape:
     def flops(self, direction: str) -> float:
         """Operations counted as the papers do: two matmuls forward, five backward."""
         forward = 4.0 * self.batch * self.nheads * self.seqlen**2 * self.head_dim
-        return forward * (0.5 if self.causal else 1.0) * (2.5 if direction == BACKWARD else 1.0)
+        return forward * (0.5 if self.causal else 1.0) * _MATMULS[direction]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,16 +73,22 @@ class Provider:
     Attributes:
         name: as in result files.
         heads_first: whether tensors are (batch, nheads, seqlen, head_dim).
-        attend: (q, k, v, causal) -> out, all in the provider's layout.
+        bind: a shape to the call (q, k, v) -> out, all in the provider's layout; what the call
+            needs beside its tensors, such as a block mask, is made here, outside any timing.
         package: whose version is the provider's.
         quadratic: whether it holds matrices of seqlen x seqlen.
+        has_backward, has_dropout: what it can do at all.
+        absent: why it cannot be used on this machine; None when it can.
     """
 
     name: str
     heads_first: bool
-    attend: Attention
+    bind: Callable[[Shape], Attend]
     package: str = "torch"
     quadratic: bool = False
+    has_backward: bool = True
+    has_dropout: bool = True
+    absent: Callable[[], str | None] = lambda: None
 
     @property
     def version(self) -> str | None:
@@ -78,6 +99,14 @@ class Provider:
             return version(self.package)
         except PackageNotFoundError:
             return None
+
+    def refusal(self, shape: Shape, direction: str) -> str | None:
+        """Why it cannot take such a call, where that is known before trying; else None."""
+        if direction != FORWARD and not self.has_backward:
+            return f"{self.name} has no backward"
+        if shape.dropout_p > 0 and not self.has_dropout:
+            return f"{self.name} has no dropout"
+        return None
 
     def layout(self, x: Tensor) -> Tensor:
         """(batch, seqlen, nheads, head_dim) to the provider's layout, contiguous; or back."""
@@ -95,57 +124,85 @@ class Provider:
         return matrices * shape.matrix_bytes + (shape.seqlen**2 if shape.causal else 0)
 
 
-def _tilewise(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    out = flash_attn_func(q, k, v, causal=causal)
-    assert isinstance(out, Tensor)
-    return out
+def bind_tilewise(backend: str = "auto", algorithm: str = "auto") -> Callable[[Shape], Attend]:
+    """``flash_attn_func`` by the named backend and algorithm."""
+
+    def bind(shape: Shape) -> Attend:
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            out = flash_attn_func(
+                q,
+                k,
+                v,
+                shape.dropout_p,
+                causal=shape.causal,
+                backend=backend,
+                algorithm=algorithm,
+                seed=shape.dropout_seed if shape.dropout_p > 0 else None,
+            )
+            assert isinstance(out, Tensor)
+            return out
+
+        return attend
+
+    return bind
 
 
-def _tilewise_fa1(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    out = flash_attn_func(q, k, v, causal=causal, algorithm="fa1")
-    assert isinstance(out, Tensor)
-    return out
+def bind_sdpa(backend: SDPBackend) -> Callable[[Shape], Attend]:
+    """``scaled_dot_product_attention`` by one of torch's backends and no other."""
+
+    def bind(shape: Shape) -> Attend:
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            with sdpa_kernel(backend):
+                return F.scaled_dot_product_attention(
+                    q, k, v, dropout_p=shape.dropout_p, is_causal=shape.causal
+                )
+
+        return attend
+
+    return bind
 
 
-def _sdpa_flash(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+def bind_eager(shape: Shape) -> Attend:
+    """Standard attention in the tensors' dtype: matmul, masked softmax, dropout, matmul."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        s = (q * (1.0 / math.sqrt(q.shape[-1]))) @ k.mT
+        if shape.causal:
+            hidden = torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device).triu_(1)
+            s = s.masked_fill_(hidden, float("-inf"))
+        p = torch.softmax(s, dim=-1)
+        del s
+        return (F.dropout(p, shape.dropout_p) if shape.dropout_p > 0 else p) @ v
+
+    return attend
 
 
-def _eager(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    s = (q * (1.0 / math.sqrt(q.shape[-1]))) @ k.mT
-    if causal:
-        hidden = torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device).triu_(1)
-        s = s.masked_fill_(hidden, float("-inf"))
-    p = torch.softmax(s, dim=-1)
-    del s
-    return p @ v
-
-
+EAGER = Provider("eager", True, bind_eager, quadratic=True)
 PROVIDERS: dict[str, Provider] = {
     provider.name: provider
     for provider in (
-        Provider("tilewise", False, _tilewise, package="tilewise"),
-        Provider("tilewise-fa1", False, _tilewise_fa1, package="tilewise"),
-        Provider("sdpa-flash", True, _sdpa_flash),
-        Provider("eager", True, _eager, quadratic=True),
+        Provider("tilewise", False, bind_tilewise(), package="tilewise"),
+        Provider("tilewise-fa1", False, bind_tilewise(algorithm="fa1"), package="tilewise"),
+        Provider("sdpa-flash", True, bind_sdpa(SDPBackend.FLASH_ATTENTION)),
+        EAGER,
     )
 }
 
 
 def make_inputs(shape: Shape, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Normal q, k, v and dout, (batch, seqlen, nheads, head_dim) in the shape's dtype."""
-    gen = torch.Generator().manual_seed(seed)
+    """Normal q, k, v and dout, each (batch, seqlen, nheads, head_dim), as the shape says."""
+    gen = torch.Generator(shape.device).manual_seed(seed)
     size = (shape.batch, shape.seqlen, shape.nheads, shape.head_dim)
-    q, k, v, dout = (torch.randn(size, generator=gen).to(shape.torch_dtype) for _ in range(4))
+    q, k, v, dout = (
+        torch.randn(size, generator=gen, device=shape.device).to(shape.torch_dtype)
+        for _ in range(4)
+    )
     return q, k, v, dout
 
 
-def forward_backward(
-    provider: Provider, inputs: Triple, dout: Tensor, causal: bool
-) -> tuple[Tensor, Triple]:
+def forward_backward(attend: Attend, inputs: Triple, dout: Tensor) -> tuple[Tensor, Triple]:
     """out and the gradients of q, k and v; everything in the provider's layout."""
     leaves = [x.detach().requires_grad_() for x in inputs]
-    out = provider.attend(leaves[0], leaves[1], leaves[2], causal)
+    out = attend(leaves[0], leaves[1], leaves[2])
     dq, dk, dv = torch.autograd.grad(out, leaves, dout)
     return out.detach(), (dq, dk, dv)

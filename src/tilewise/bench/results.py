@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import os
 import platform
 import subprocess
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
-from .providers import Provider, Shape
+from .providers import DIRECTIONS, Provider, Shape
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 COMMIT_VARIABLE = "TILEWISE_COMMIT"
@@ -22,7 +24,11 @@ COMMIT_VARIABLE = "TILEWISE_COMMIT"
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One number of one provider; what was not measured is None."""
+    """What was measured of one provider in one call; what was not measured is None.
+
+    ``suite`` is the table that the row belongs to, ``direction`` what was timed: "fwd", "bwd" or
+    "fwd_bwd". A row without numbers says in ``error`` why there are none.
+    """
 
     suite: str
     provider: str
@@ -40,6 +46,8 @@ class Row:
     ms: float | None = None
     tflops: float | None = None
     peak_mib: float | None = None
+    direction: str | None = None
+    error: str | None = None
     inputs: str = "randn"
     lengths: list[int] = field(default_factory=list)
     features: dict[str, Any] = field(default_factory=dict)
@@ -51,10 +59,17 @@ def row(
     shape: Shape,
     protocol: str,
     *,
+    direction: str | None = None,
     seconds: float | None = None,
     peak: int | None = None,
+    error: str | None = None,
 ) -> Row:
-    """The row of a time in seconds, or of a peak in bytes."""
+    """The row of a time in seconds, of a peak in bytes, of both, or of the reason for neither.
+
+    ``direction`` may be left out where the suite is one.
+    """
+    direction = direction or suite
+    assert direction in DIRECTIONS, direction
     return Row(
         suite=suite,
         provider=provider.name,
@@ -70,8 +85,11 @@ def row(
         head_dim_v=shape.head_dim,
         causal=shape.causal,
         ms=None if seconds is None else seconds * 1e3,
-        tflops=None if seconds is None else shape.flops(suite) / seconds / 1e12,
+        tflops=None if seconds is None else shape.flops(direction) / seconds / 1e12,
         peak_mib=None if peak is None else peak / 2**20,
+        direction=direction,
+        error=error,
+        features={"dropout_p": shape.dropout_p} if shape.dropout_p > 0 else {},
     )
 
 
@@ -115,10 +133,31 @@ def commit() -> tuple[str | None, bool | None]:
     return _git("rev-parse", "HEAD"), bool(_git("status", "--porcelain", "--", "."))
 
 
-def board() -> dict[str, Any]:
-    """The machine, the versions and the commit that a measurement belongs to."""
+def driver_version() -> str | None:
+    """The NVIDIA driver's version as nvidia-smi gives it; None where there is no such program."""
+    line = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(line, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return None
+    versions = done.stdout.split()
+    return versions[0] if done.returncode == 0 and versions else None
+
+
+def board(device: str = "cpu") -> dict[str, Any]:
+    """The machine, the versions and the commit that a measurement on ``device`` belongs to."""
     found, dirty = commit()
+    gpu = {}
+    if device == "cuda":
+        major, minor = torch.cuda.get_device_capability()
+        gpu = {
+            "gpu": torch.cuda.get_device_name(),
+            "capability": f"{major}.{minor}",
+            "driver": driver_version(),
+            "cudnn": torch.backends.cudnn.version(),
+        }
     return {
+        **gpu,
         "cpu": cpu_model(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
@@ -130,8 +169,67 @@ def board() -> dict[str, Any]:
     }
 
 
+def machine(board: dict[str, Any]) -> str:
+    """The board in a few words, for a title."""
+    if "gpu" in board:
+        return f"{board['gpu']}, torch {board['torch']}"
+    return f"{board['cpu']}, {board['threads']} threads, torch {board['torch']}"
+
+
+def _replace(path: Path, text: str) -> None:
+    """Writes a file whole or not at all: a reader, or a kill, never finds half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + ".part")
+    part.write_text(text)
+    os.replace(part, path)
+
+
 def write(path: Path, rows: list[Row], **extra: Any) -> None:
     """Writes ``{"board": ..., "rows": [...]}`` and ``extra`` beside them; makes the folder."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    content = {"board": board(), "rows": [asdict(r) for r in rows], **extra}
-    path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
+    Output(path, None, board()).save(rows, **extra)
+
+
+def as_csv(rows: list[Row]) -> str:
+    """A header and a line for each row; lists and mappings as JSON, an absent number empty."""
+    out = io.StringIO()
+    names = [f.name for f in fields(Row)]
+    writer = csv.DictWriter(out, names, lineterminator="\n")
+    writer.writeheader()
+    for row in rows:
+        cells = asdict(row)
+        for name in ("lengths", "features"):
+            cells[name] = json.dumps(cells[name])
+        writer.writerow(cells)
+    return out.getvalue()
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """Where a run's rows go, written anew after each cell so that a killed run leaves its rows.
+
+    Attributes:
+        json: the result file, or None.
+        csv: the rows alone as CSV, or None.
+        board: read once, when the run starts.
+    """
+
+    json: Path | None
+    csv: Path | None
+    board: dict[str, Any]
+
+    @classmethod
+    def of(cls, json: Path | None, csv: Path | None, device: str) -> Self:
+        """Of a run on ``device`` that starts now."""
+        return cls(json, csv, board(device))
+
+    def save(self, rows: list[Row], **extra: Any) -> None:
+        """Writes the files that were asked for; ``extra`` stands beside the rows in the JSON."""
+        if self.json is not None:
+            content = {"board": self.board, "rows": [asdict(r) for r in rows], **extra}
+            _replace(self.json, json.dumps(content, indent=1, allow_nan=False) + "\n")
+        if self.csv is not None:
+            _replace(self.csv, as_csv(rows))
+
+    def names(self) -> list[Path]:
+        """The files that ``save`` writes."""
+        return [path for path in (self.json, self.csv) if path is not None]

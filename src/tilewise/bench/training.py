@@ -1,4 +1,4 @@
-"""Training the GPT of the demo, step by step equal but for the attention."""
+"""Training a GPT, step by step equal but for the attention."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .gpt import ATTENTION, GPT, GPTConfig
+from .gpt import GPT, GPTConfig, attention_named
 from .text import Text, batch_of
 
 _EVALUATION_SEED = 1 << 40  # no step of a run draws there
@@ -18,7 +18,10 @@ _EVALUATION_SEED = 1 << 40  # no step of a run draws there
 
 @dataclass(frozen=True, slots=True)
 class TrainingConfig:
-    """One run; two runs with equal configs differ in nothing but the attention."""
+    """One run; two runs with equal configs differ in nothing but the attention.
+
+    ``dtype`` is that of autocast, "float32" for none; parameters and optimiser are float32.
+    """
 
     model: GPTConfig = field(default_factory=GPTConfig)
     steps: int = 100
@@ -27,6 +30,13 @@ class TrainingConfig:
     warm_up: int = 10
     evaluation_batches: int = 8
     seed: int = 0
+    device: str = "cpu"
+    dtype: str = "float32"
+
+    @property
+    def tokens(self) -> int:
+        """Bytes that a step learns from."""
+        return self.batch * self.model.context
 
 
 @dataclass(slots=True)
@@ -49,7 +59,7 @@ class Trainer:
     Steps of several trainers may be taken in turn: each sets torch's generator itself.
 
     Args:
-        attention: "standard" or "tilewise".
+        attention: "standard", "tilewise" or "sdpa".
         text: what to learn.
         config: sizes, steps and seed.
     """
@@ -57,7 +67,8 @@ class Trainer:
     def __init__(self, attention: str, text: Text, config: TrainingConfig) -> None:
         torch.manual_seed(config.seed)
         self.config, self.text = config, text
-        self.model = GPT(config.model, ATTENTION[attention])
+        # made on the CPU, so that every device starts from the same parameters
+        self.model = GPT(config.model, attention_named(attention)).to(config.device)
         self.run = Run(attention, sum(p.numel() for p in self.model.parameters()))
         matrices = [p for p in self.model.parameters() if p.dim() == 2]
         vectors = [p for p in self.model.parameters() if p.dim() != 2]
@@ -65,7 +76,10 @@ class Trainer:
             {"params": matrices, "weight_decay": 0.1},
             {"params": vectors, "weight_decay": 0.0},
         ]
-        self.optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.98))
+        fused = config.device == "cuda"
+        self.optimizer = torch.optim.AdamW(
+            groups, lr=config.learning_rate, betas=(0.9, 0.98), fused=fused
+        )
         self.run.train_before = self.evaluate(text.train)
         self.run.held_out_before = self.evaluate(text.held_out)
 
@@ -75,9 +89,9 @@ class Trainer:
         number = config.seed * (1 << 24) + step
         for group in self.optimizer.param_groups:
             group["lr"] = config.learning_rate * _schedule(step, config)
-        tokens, targets = batch_of(self.text.train, config.batch, config.model.context, number)
+        tokens, targets = self._batch(self.text.train, number)
         torch.manual_seed(number)  # residual dropout
-        loss = _loss(self.model, tokens, targets, number)
+        loss = self._loss(tokens, targets, number)
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -99,10 +113,22 @@ class Trainer:
         losses = []
         for i in range(self.config.evaluation_batches):
             seed = _EVALUATION_SEED + i
-            tokens, targets = batch_of(data, self.config.batch, self.config.model.context, seed)
-            losses.append(_loss(self.model, tokens, targets, 0).item())
+            tokens, targets = self._batch(data, seed)
+            losses.append(self._loss(tokens, targets, 0).item())
         self.model.train()
         return sum(losses) / len(losses)
+
+    def _batch(self, data: Tensor, seed: int) -> tuple[Tensor, Tensor]:
+        config = self.config
+        tokens, targets = batch_of(data, config.batch, config.model.context, seed)
+        return tokens.to(config.device), targets.to(config.device)
+
+    def _loss(self, tokens: Tensor, targets: Tensor, number: int) -> Tensor:
+        dtype = getattr(torch, self.config.dtype)
+        mixed = dtype != torch.float32
+        with torch.autocast(self.config.device, dtype if mixed else None, enabled=mixed):
+            logits = self.model(tokens, number)
+        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
 def _schedule(step: int, config: TrainingConfig) -> float:
@@ -111,8 +137,3 @@ def _schedule(step: int, config: TrainingConfig) -> float:
         return (step + 1) / config.warm_up
     progress = (step - config.warm_up) / max(1, config.steps - config.warm_up)
     return 0.55 + 0.45 * math.cos(math.pi * progress)
-
-
-def _loss(model: GPT, tokens: Tensor, targets: Tensor, number: int) -> Tensor:
-    logits = model(tokens, number)
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())

@@ -7,15 +7,18 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..bench.console import Progress, table
 from ..bench.results import board
+from ..bench.rivals import CPU, CUDA
 from ..dispatch import BACKENDS
 from ..errors import UnsupportedError
-from ..testing import CASES, Case, excess, make_inputs, oracle, plain, run
+from ..testing import CASES, Case, Results, excess, make_inputs, oracle, plain, run
 
 NAMES = (
     "plain",
@@ -67,11 +70,16 @@ def cases() -> dict[str, Case]:
 def add_parser(commands: Any) -> None:
     """Adds the command."""
     own = commands.add_parser("check", help="errors of every backend against the float64 oracle")
+    own.add_argument(
+        "--device",
+        choices=(CPU, CUDA),
+        help="default: cuda where there is one, else cpu",
+    )
     own.add_argument("--dtype", type=_dtypes, default=DTYPES, help=f"of {','.join(DTYPES)}")
     own.add_argument(
         "--json", action="store_true", help="print JSON, one entry per call and result"
     )
-    own.set_defaults(run=command)
+    own.set_defaults(run=partial(command, own))
 
 
 def _dtypes(text: str) -> tuple[str, ...]:
@@ -82,15 +90,20 @@ def _dtypes(text: str) -> tuple[str, ...]:
 
 
 def verdicts(
-    dtypes: Sequence[str], tick: Callable[[str], None] = lambda text: None
+    dtypes: Sequence[str],
+    tick: Callable[[str], None] = lambda text: None,
+    device: str = CPU,
 ) -> tuple[list[Verdict], list[str]]:
-    """Every result of every call, and the calls that a backend refuses, with its reasons."""
+    """Every result of every call, and the calls that a backend refuses, with its reasons.
+
+    Oracle and plain torch are computed on the device too; results are compared on the CPU.
+    """
     found, refused = [], []
     for dtype in dtypes:
         torch_dtype = getattr(torch, dtype)
         for case_name, case in cases().items():
-            inputs = make_inputs(case, torch_dtype)
-            ref, twin = oracle(**inputs), plain(**inputs)
+            inputs = make_inputs(case, torch_dtype, device)
+            ref, twin = _on_cpu(oracle(**inputs)), _on_cpu(plain(**inputs))
             for backend, algorithm in _ways():
                 tick(f"{dtype} {case_name} {backend}/{algorithm}")
                 try:
@@ -98,8 +111,8 @@ def verdicts(
                 except UnsupportedError as refusal:
                     refused.append(f"{dtype} {case_name}: {refusal}")
                     continue
-                for name, x in got.items():
-                    expected, plain_x = getattr(ref, name), getattr(twin, name)
+                for name, x in _on_cpu(got).items():
+                    expected, plain_x = ref[name], twin[name]
                     error, allowed = excess(name, x, expected, plain_x, torch_dtype)
                     plain_error, _ = excess(name, plain_x, expected, plain_x, torch_dtype)
                     found.append(
@@ -110,8 +123,17 @@ def verdicts(
     return found, refused
 
 
+def _on_cpu(results: Results) -> dict[str, Tensor]:
+    return {name: x.cpu() for name, x in results.items()}
+
+
 def _ways() -> list[tuple[str, str]]:
     return [(name, a) for name, backend in BACKENDS.items() for a in backend.algorithms]
+
+
+def _ran(found: Sequence[Verdict]) -> list[tuple[str, str]]:
+    """The ways that took at least one call."""
+    return [way for way in _ways() if any((v.backend, v.algorithm) == way for v in found)]
 
 
 def _lines(found: Sequence[Verdict]) -> list[list[str]]:
@@ -120,7 +142,7 @@ def _lines(found: Sequence[Verdict]) -> list[list[str]]:
     for dtype, result in dict.fromkeys((v.dtype, v.result) for v in found):
         here = [v for v in found if (v.dtype, v.result) == (dtype, result)]
         cells = [dtype, result, f"{max(v.plain_error for v in here):.1e}"]
-        for way in _ways():
+        for way in _ran(found):
             errors = [v.error for v in here if (v.backend, v.algorithm) == way]
             cells.append(f"{max(errors):.1e}" if errors else "-")
         tightest = max(here, key=lambda v: v.used)
@@ -133,26 +155,43 @@ def _lines(found: Sequence[Verdict]) -> list[list[str]]:
     return lines
 
 
+def _grouped(refused: Sequence[str]) -> list[str]:
+    """A line for each reason, with the first call that it holds for."""
+    places: dict[str, list[str]] = {}
+    for line in refused:
+        place, reason = line.split(": ", 1)
+        if place not in places.setdefault(reason, []):
+            places[reason].append(place)
+    return [
+        f"{where[0]}{f' and {len(where) - 1} more' if len(where) > 1 else ''}: {reason}"
+        for reason, where in places.items()
+    ]
+
+
 def _row(v: Verdict) -> dict[str, Any]:
     """The verdict for JSON, which has no infinity: an error that is not finite is null."""
     return {**asdict(v), "error": v.error if math.isfinite(v.error) else None, "ok": v.ok}
 
 
-def command(arguments: argparse.Namespace) -> int:
+def command(own: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     """Measures, prints, and returns 1 when a result breaks the rule."""
+    there = torch.cuda.is_available()
+    if arguments.device == CUDA and not there:
+        own.error("argument --device: torch sees no GPU")
+    device = arguments.device or (CUDA if there else CPU)
     total = len(arguments.dtype) * len(cases()) * len(_ways())
     with Progress(total, "check") as progress:
-        found, refused = verdicts(arguments.dtype, progress.advance)
+        found, refused = verdicts(arguments.dtype, progress.advance, device)
     failed = [v for v in found if not v.ok]
     if arguments.json:
-        content = {"board": board(), "ok": not failed, "rows": [_row(v) for v in found]}
+        content = {"board": board(device), "ok": not failed, "rows": [_row(v) for v in found]}
         print(json.dumps({**content, "refused": refused}, indent=1, allow_nan=False))
         return 1 if failed else 0
-    ways = [f"{backend}/{algorithm}" for backend, algorithm in _ways()]
+    ways = [f"{backend}/{algorithm}" for backend, algorithm in _ran(found)]
     header = ["dtype", "result", "plain torch", *ways, "allowed", "closest to it", ""]
-    print("Largest error against the float64 oracle, over", ", ".join(cases()))
+    print(f"{device}: largest error against the float64 oracle, over", ", ".join(cases()))
     print(table(header, _lines(found), left=2))
-    for line in refused:
+    for line in _grouped(refused):
         print("refused:", line)
     for v in failed:
         way = f"{v.backend}/{v.algorithm}"

@@ -11,7 +11,7 @@ import torch
 
 from .._version import __version__
 from ..api import explain
-from ..bench.results import cpu_model, package_version
+from ..bench.results import cpu_model, driver_version, package_version
 from ..dispatch import BACKENDS
 from ..errors import UnsupportedError
 
@@ -32,11 +32,24 @@ def add_parser(commands: Any) -> None:
     own.set_defaults(run=run)
 
 
+def gpus() -> dict[str, dict[str, Any]]:
+    """Each GPU that torch sees: name, compute capability, multiprocessors, memory in GiB."""
+    found = {}
+    for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        p = torch.cuda.get_device_properties(i)
+        found[f"cuda:{i}"] = {
+            "name": p.name,
+            "capability": f"{p.major}.{p.minor}",
+            "multiprocessors": p.multi_processor_count,
+            "memory_gib": round(p.total_memory / 2**30, 1),
+        }
+    return found
+
+
 def facts() -> dict[str, Any]:
     """Everything that the command prints."""
-    devices = ["cpu"]
-    if torch.cuda.is_available():
-        devices += [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+    on_gpus = gpus()
+    devices = ["cpu", *on_gpus]
     return {
         "versions": {
             "tilewise": __version__,
@@ -44,13 +57,14 @@ def facts() -> dict[str, Any]:
             "torch": torch.__version__,
             "triton": package_version("triton"),
             "cuda": torch.version.cuda,
+            "cudnn": torch.backends.cudnn.version() if on_gpus else None,
+            "driver": driver_version() if on_gpus else None,
         },
         "platform": platform.platform(),
         "cpu": cpu_model(),
         "threads": torch.get_num_threads(),
-        "devices": {
-            d: cpu_model() if d == "cpu" else torch.cuda.get_device_name(d) for d in devices
-        },
+        "devices": {d: on_gpus[d]["name"] if d in on_gpus else cpu_model() for d in devices},
+        "gpus": on_gpus,
         "backends": {name: list(backend.algorithms) for name, backend in BACKENDS.items()},
         "calls": [
             {"device": device, "call": name, **_decision(device, *sample)}
@@ -73,6 +87,15 @@ def _decision(device: str, dtype: torch.dtype, arguments: dict[str, Any]) -> dic
     }
 
 
+def _gpu_text(gpu: dict[str, Any] | None) -> str:
+    if gpu is None:
+        return ""
+    return (
+        f", capability {gpu['capability']}, {gpu['multiprocessors']} multiprocessors,"
+        f" {gpu['memory_gib']} GiB"
+    )
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Prints the facts."""
     found = facts()
@@ -84,7 +107,7 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"{'system':<10} {found['platform']}")
     print(f"{'cpu':<10} {found['cpu']}, {found['threads']} threads")
     for device, name in found["devices"].items():
-        print(f"{'device':<10} {device}: {name}")
+        print(f"{'device':<10} {device}: {name}{_gpu_text(found['gpus'].get(device))}")
     for backend, algorithms in found["backends"].items():
         print(f"{'backend':<10} {backend}: {', '.join(algorithms)}")
     print("\nWhich backend takes a call, and why the others do not:")

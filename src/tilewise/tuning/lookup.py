@@ -2,31 +2,160 @@
 
 from __future__ import annotations
 
+import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import resources
+from typing import Any
+
 from ..core.config import TileConfig
 from ..core.problem import AttentionProblem
+from .feasible import reasons_against
+from .keys import RowKey, arch_of, row_key
+
+# What has more keys cut than a mask asks for comes first.
+_NEAREST_MASKS = {
+    "full": ("full", "causal", "window"),
+    "causal": ("causal", "window", "full"),
+    "window": ("window", "causal", "full"),
+}
+# (rows, keys, warps, stages) of what a program owns and what it loops over, best guess first.
+_PREFERENCES = (
+    (128, 128, 8, 2),
+    (128, 64, 8, 3),
+    (128, 64, 8, 2),
+    (64, 64, 4, 3),
+    (64, 64, 8, 2),
+    (64, 64, 4, 2),
+    (64, 32, 8, 2),
+    (64, 32, 4, 2),
+    (64, 32, 8, 1),
+    (64, 32, 4, 1),
+    (32, 32, 8, 1),
+    (32, 32, 4, 1),
+    (32, 16, 8, 1),
+    (32, 16, 4, 1),
+    (16, 16, 8, 1),
+    (16, 16, 4, 1),
+)
+
+_PINNED: dict[str, TileConfig] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A row of a table: how to run the calls of one key, and where that is known from.
+
+    Attributes:
+        key: which calls.
+        config: how to run them.
+        provenance: "estimated: ..." or, measured, the board, versions, commit, speed and runner-up.
+        spilled: bytes of a thread in local memory, where over ``feasible.SPILL_BUDGET``.
+    """
+
+    key: RowKey
+    config: TileConfig
+    provenance: str | dict[str, Any]
+    spilled: int = 0
+
+
+@lru_cache(maxsize=1)
+def tables() -> tuple[str, ...]:
+    """The archs that have a table."""
+    folder = resources.files(__package__) / "tables"
+    names = (entry.name for entry in folder.iterdir())
+    return tuple(sorted(n.removesuffix(".toml") for n in names if n.endswith(".toml")))
+
+
+@lru_cache(maxsize=32)
+def rows(table: str) -> tuple[Row, ...]:
+    """The rows of ``tables/<table>.toml``, none where there is no such file."""
+    if table not in tables():
+        return ()
+    text = (resources.files(__package__) / "tables" / f"{table}.toml").read_text(encoding="utf-8")
+    return parsed(text)
+
+
+def parsed(text: str) -> tuple[Row, ...]:
+    """The rows of a table's text."""
+    return tuple(
+        Row(
+            RowKey(x["kernel"], x["dtype"], x["head_dim"], x["mask"], x["operands"]),
+            TileConfig(**x["config"]),
+            x["provenance"],
+            x.get("spilled", 0),
+        )
+        for x in tomllib.loads(text).get("row", ())
+    )
+
+
+def _distance(key: RowKey, row: RowKey) -> tuple[int, int, int]:
+    """How far a row is from a key; wider heads, whose tiles are smaller, are nearer."""
+    wider = row.head_dim.bit_length() - key.head_dim.bit_length()
+    return (
+        wider if wider >= 0 else 8 - wider,
+        0 if row.operands == key.operands else 1 if row.operands == "extra" else 2,
+        _NEAREST_MASKS[key.mask].index(row.mask),
+    )
+
+
+def preferences(key: RowKey, arch: str) -> Iterator[TileConfig]:
+    """Feasible configurations without any measurement, the best guess first; always at least one."""
+    for owned, looped, num_warps, num_stages in _PREFERENCES:
+        block_m, block_n = owned, looped
+        if key.kernel in ("bwd_dkdv", "fa1_bwd"):
+            block_m, block_n = looped, owned
+        config = TileConfig(block_m, block_n, num_warps, num_stages)
+        if not reasons_against(config, key, arch):
+            yield config
+    yield TileConfig(16, 16, 4, 1)
+
+
+@lru_cache(maxsize=1024)
+def find(key: RowKey, arch: str) -> TileConfig:
+    """The exact row of the arch's table, or the nearest that is legal, or a heuristic."""
+    if arch == "interpret":
+        return TileConfig(32, 32, 4, 1)
+    same = [
+        row
+        for row in rows(arch_of(arch).table)
+        if (row.key.kernel, row.key.dtype) == (key.kernel, key.dtype)
+    ]
+    for row in sorted(same, key=lambda row: _distance(key, row.key)):
+        if not reasons_against(row.config, key, arch):
+            return row.config
+    return next(preferences(key, arch))
 
 
 def config(kernel: str, arch: str, problem: AttentionProblem) -> TileConfig:
     """The configuration of a kernel.
+
+    No length, batch size or head count has a say, so that a kernel once compiled serves them all.
 
     Args:
         kernel: "fwd", "bwd_dkdv", "bwd_dq", "bwd_dbias", "fa1_fwd" or "fa1_bwd".
         arch: such as "sm_90" or "gfx942", or "interpret".
         problem: the call.
     """
-    d = max(problem.head_dim, problem.head_dim_v)
-    if arch == "interpret":
-        return TileConfig(32, 32, 4, 1)
-    if problem.dtype == "float32":
-        return TileConfig(32, 32, 4, 1) if d > 64 else TileConfig(64, 32, 4, 2)
-    if kernel == "fwd":
-        if d <= 128:
-            return TileConfig(128, 64, 8, 3)
-        return TileConfig(128, 64, 8, 2) if d <= 256 else TileConfig(64, 32, 8, 1)
-    if d <= 64:
-        return TileConfig(64, 128, 8, 2) if kernel == "bwd_dkdv" else TileConfig(128, 64, 8, 2)
-    if d <= 128:
-        return TileConfig(64, 128, 8, 2) if kernel == "bwd_dkdv" else TileConfig(128, 64, 8, 2)
-    if d <= 256:
-        return TileConfig(32, 64, 8, 1) if kernel == "bwd_dkdv" else TileConfig(64, 32, 8, 1)
-    return TileConfig(32, 32, 8, 1)
+    if kernel in _PINNED:
+        return _PINNED[kernel]
+    return find(row_key(kernel, problem), arch)
+
+
+@contextmanager
+def pinned(kernel: str, config: TileConfig) -> Iterator[None]:
+    """Within, ``config`` answers for ``kernel`` whatever the call: for tuning and tests alone.
+
+    It holds in all threads, since autograd runs a backward in one of its own.
+    """
+    before = _PINNED.get(kernel)
+    _PINNED[kernel] = config
+    try:
+        yield
+    finally:
+        if before is None:
+            del _PINNED[kernel]
+        else:
+            _PINNED[kernel] = before

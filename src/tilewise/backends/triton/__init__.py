@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ...core import features
 from ...core.problem import AttentionProblem
+from ...kernels import compat
 from ..base import AttentionTensors, Gradients, Wanted
 
 MAX_HEAD_DIM = 512
@@ -50,6 +51,11 @@ class TritonBackend:
         self, problem: AttentionProblem, tensors: AttentionTensors, algorithm: str
     ) -> tuple[Tensor, Tensor]:
         """See ``Backend.fwd``."""
+        compat.check_version()
+        if algorithm == "fa1":
+            from . import fa1
+
+            return fa1.fwd(problem, tensors)
         from .fwd import fwd
 
         return fwd(problem, tensors, algorithm)
@@ -66,6 +72,11 @@ class TritonBackend:
         algorithm: str,
     ) -> Gradients:
         """See ``Backend.bwd``."""
+        compat.check_version()
+        if algorithm == "fa1":
+            from . import fa1
+
+            return fa1.bwd(problem, tensors, out, lse, dout, dlse, wanted)
         from .bwd import bwd
 
         return bwd(problem, tensors, out, lse, dout, dlse, wanted, algorithm)

@@ -9,13 +9,17 @@ from torch import Tensor
 
 from ...core.config import TileConfig
 from ...core.problem import VARLEN, AttentionProblem
+from ...kernels import compat
 from ...kernels.triton.bwd_dbias import flash_bwd_dbias_kernel
 from ...kernels.triton.bwd_dkdv import flash_bwd_dkdv_kernel
 from ...kernels.triton.bwd_dq import flash_bwd_dq_kernel
 from ...kernels.triton.bwd_preprocess import flash_bwd_preprocess_kernel
+from ...kernels.triton.tiles import STATISTICS_BLOCK as _STATISTICS_BLOCK
 from ...tuning import lookup
 from ..base import AttentionTensors, Gradients, Wanted
 from . import launch
+
+STATISTICS_BLOCK: int = _STATISTICS_BLOCK.value
 
 
 def bwd(
@@ -33,65 +37,78 @@ def bwd(
     arch = launch.arch(t.q)
     if p.softmax_scale < 0:
         t = launch.with_q(t, t.q.neg())
-    delta = _delta(p, t, out, lse, dout, dlse)
+    lse_padded, delta = preprocess(p, t, out, lse, dout, dlse)
     shared = launch.shared_arguments(p, t)
     tensors_in = (t.q, t.k, t.v, dout)
     grads = Gradients()
     if wanted.dk or wanted.dv:
         grads.dk, grads.dv = _dkdv(
-            p, tensors_in, lse, delta, shared, lookup.config("bwd_dkdv", arch, p)
+            p, tensors_in, lse_padded, delta, shared, lookup.config("bwd_dkdv", arch, p)
         )
     if wanted.dq:
         config = lookup.config("bwd_dq", arch, p)
-        grads.dq = _dq(p, tensors_in, lse, delta, shared, config)
+        grads.dq = _dq(p, tensors_in, lse_padded, delta, shared, config)
         if p.softmax_scale < 0:
             grads.dq.neg_()
     if wanted.dbias:
         assert t.attn_bias is not None
-        grads.dbias = _dbias(
-            p, tensors_in, lse, delta, t.attn_bias, shared, lookup.config("bwd_dbias", arch, p)
+        grads.dbias = bias_gradient(
+            p,
+            tensors_in,
+            lse_padded,
+            delta,
+            t.attn_bias,
+            shared,
+            lookup.config("bwd_dbias", arch, p),
         )
     if wanted.dsink:
         assert t.sink is not None
-        grads.dsink = _dsink(lse, delta, t.sink)
+        grads.dsink = sink_gradient(p, t, lse, out, dout, dlse)
     return grads
 
 
-def _delta(
+def preprocess(
     p: AttentionProblem,
     t: AttentionTensors,
     out: Tensor,
     lse: Tensor,
     dout: Tensor,
     dlse: Tensor | None,
-) -> Tensor:
-    """rowsum(dO O) - dlse, float32 in lse's layout; 0 where a packed tensor has no sequence."""
-    new = torch.zeros if p.layout == VARLEN else torch.empty
-    delta = new(lse.shape, dtype=torch.float32, device=lse.device)
-    BLOCK_M = 64
-    num_m_blocks = -(-p.seqlen_q // BLOCK_M)
-    if num_m_blocks * p.nheads * p.batch == 0:
-        return delta
-    flash_bwd_preprocess_kernel[(num_m_blocks * p.nheads * p.batch,)](
-        out,
-        dout,
-        lse,
-        None if dlse is None else dlse.contiguous(),
-        delta,
-        t.cu_seqlens_q,
-        t.seqused_q,
-        launch.strides(out),
-        launch.strides(dout),
-        p.batch,
-        p.nheads,
-        p.seqlen_q,
-        t.q.shape[0] if p.layout == VARLEN else 0,
-        num_m_blocks,
-        HEAD_DIM_V=p.head_dim_v,
-        BLOCK_DV=launch.power_of_two(p.head_dim_v),
-        BLOCK_M=BLOCK_M,
+) -> tuple[Tensor, Tensor]:
+    """lse in the kernels' unit and delta = rowsum(dO O) - dlse, (heads, padded rows) float32."""
+    block = STATISTICS_BLOCK
+    if p.layout == VARLEN:
+        shape = (p.nheads, (t.q.shape[0] // block + p.batch) * block)
+    else:
+        shape = (p.batch * p.nheads, -(-p.seqlen_q // block) * block)
+    lse_padded, delta = (
+        torch.empty(shape, dtype=torch.float32, device=lse.device) for _ in range(2)
     )
-    return delta
+    num_m_blocks = -(-p.seqlen_q // block)
+    grid = num_m_blocks * p.nheads * p.batch
+    if grid > 0:
+        flash_bwd_preprocess_kernel[(grid,)](
+            out,
+            dout,
+            lse,
+            None if dlse is None else dlse.contiguous(),
+            lse_padded,
+            delta,
+            t.cu_seqlens_q,
+            t.seqused_q,
+            launch.strides(out),
+            launch.strides(dout),
+            p.batch,
+            p.nheads,
+            p.seqlen_q,
+            t.q.shape[0] if p.layout == VARLEN else 0,
+            num_m_blocks,
+            HEAD_DIM_V=p.head_dim_v,
+            BLOCK_DV=launch.power_of_two(p.head_dim_v),
+            NATURAL="attn_bias" in p.features,
+            **compat.launch_options(num_warps=4, num_stages=3),
+        )
+    return lse_padded, delta
 
 
 def _dkdv(
@@ -155,7 +172,7 @@ def _dq(
     return dq
 
 
-def _dbias(
+def bias_gradient(
     p: AttentionProblem,
     qkvdo: tuple[Tensor, ...],
     lse: Tensor,
@@ -164,6 +181,7 @@ def _dbias(
     shared: dict[str, Any],
     config: TileConfig,
 ) -> Tensor:
+    """Gradient of a floating bias, in its shape and dtype."""
     q, k, v, dout = qkvdo
     varlen = p.layout == VARLEN
     dbias = torch.zeros(attn_bias.shape, dtype=attn_bias.dtype, device=attn_bias.device)
@@ -174,7 +192,6 @@ def _dbias(
     grid = num_n_blocks * num_m_blocks * shape[1] * shape[0]
     if grid == 0:
         return dbias
-    names = ("attn_mask", "batch")
     strides = dbias.stride() if dbias.dim() == 4 else (0, *dbias.stride())
     flash_bwd_dbias_kernel[(grid,)](
         q,
@@ -185,7 +202,7 @@ def _dbias(
         delta,
         dbias,
         **launch.row_strides(q=q, k=k, v=v, dout=dout),
-        **{name: x for name, x in shared.items() if name not in names},
+        **{name: x for name, x in shared.items() if name != "attn_mask"},
         dbias_strides=strides,
         bias_heads=shape[1],
         heads_each=p.nheads // shape[1],
@@ -197,15 +214,25 @@ def _dbias(
         ONE_ROW=one_row,
         ONE_COLUMN=one_column,
         APPROX_TANH=launch.approx_tanh(q),
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
+        **compat.launch_options(config.num_warps, config.num_stages, config.maxnreg),
     )
     return dbias
 
 
-def _dsink(lse: Tensor, delta: Tensor, sink: Tensor) -> Tensor:
+def sink_gradient(
+    p: AttentionProblem,
+    t: AttentionTensors,
+    lse: Tensor,
+    out: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+) -> Tensor:
     """- sum over rows of exp(sink - lse) delta, (nheads,)."""
-    heads_last = lse.dim() == 2  # (nheads, total_q), else (batch, nheads, seqlen_q)
-    logit = sink.to(lse.dtype)[:, None]
-    p_sink = torch.exp(logit - lse).masked_fill(lse == -torch.inf, 0.0)
-    return (p_sink * delta).sum(-1 if heads_last else (0, 2)).neg().to(sink.dtype)
+    assert t.sink is not None
+    delta = (out.float() * dout.float()).sum(-1).transpose(-1, -2)  # as lse
+    if dlse is not None:
+        delta -= dlse
+    empty = lse == -torch.inf
+    p_sink = torch.exp(t.sink.to(lse.dtype)[:, None] - lse)
+    terms = (p_sink * delta).masked_fill(empty, 0.0)
+    return terms.sum(-1 if p.layout == VARLEN else (0, 2)).neg().to(t.sink.dtype)

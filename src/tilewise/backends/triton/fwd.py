@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from ...core.problem import VARLEN, AttentionProblem
+from ...core.problem import AttentionProblem
 from ...kernels.triton.fwd import flash_fwd_kernel
 from ...tuning import lookup
-from ..base import AttentionTensors, lse_dtype
+from ..base import AttentionTensors
 from . import launch
 
 
@@ -19,12 +18,7 @@ def fwd(
     p, t = problem, tensors
     config = lookup.config("fwd", launch.arch(t.q), p)
     q = t.q.neg() if p.softmax_scale < 0 else t.q
-    out = torch.empty(*q.shape[:-1], p.head_dim_v, dtype=q.dtype, device=q.device)
-    if p.layout == VARLEN:
-        lse = torch.full((p.nheads, q.shape[0]), -torch.inf, dtype=lse_dtype(q), device=q.device)
-    else:
-        shape = (p.batch, p.nheads, p.seqlen_q)
-        lse = torch.empty(shape, dtype=lse_dtype(q), device=q.device)
+    out, lse = launch.outputs(p, q)
     num_m_blocks = -(-p.seqlen_q // config.BLOCK_M)
     grid = num_m_blocks * p.nheads * p.batch
     if grid == 0:

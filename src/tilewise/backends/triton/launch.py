@@ -12,7 +12,8 @@ from torch import Tensor
 from ...core.config import TileConfig
 from ...core.problem import VARLEN, AttentionProblem
 from ...formats.philox import threshold
-from ..base import AttentionTensors
+from ...kernels import compat
+from ..base import AttentionTensors, lse_dtype
 
 # Keys and values that programs running at the same time may share in the L2 cache, in bytes.
 SECTION_BYTES = 32 << 20
@@ -67,14 +68,12 @@ def suits_tma(x: Tensor) -> bool:
 
 def descriptor(x: Tensor, rows: int, block_d: int) -> Any:
     """A tensor descriptor of tiles of ``rows`` rows of one head."""
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
     x4 = x if x.dim() == 4 else x[None]
     strides4 = [
         x4[0].numel() if n == 1 else st for n, st in zip(x4.shape, x4.stride(), strict=True)
     ]
     strides4 = [-(-st * x.element_size() // 16) * 16 // x.element_size() for st in strides4[:3]]
-    return TensorDescriptor(x4, list(x4.shape), [*strides4, 1], [1, rows, 1, block_d])
+    return compat.tensor_descriptor(x4, list(x4.shape), [*strides4, 1], [1, rows, 1, block_d])
 
 
 def section(problem: AttentionProblem, heads: int) -> int:
@@ -90,6 +89,17 @@ def section(problem: AttentionProblem, heads: int) -> int:
 def with_q(tensors: AttentionTensors, q: Tensor) -> AttentionTensors:
     """The same call with other queries."""
     return replace(tensors, q=q)
+
+
+def outputs(problem: AttentionProblem, q: Tensor) -> tuple[Tensor, Tensor]:
+    """A forward's out and lse, to be written; lse is -inf where a packed tensor has no sequence."""
+    p = problem
+    out = torch.empty(*q.shape[:-1], p.head_dim_v, dtype=q.dtype, device=q.device)
+    dtype = lse_dtype(q)
+    if p.layout == VARLEN:
+        return out, torch.full((p.nheads, q.shape[0]), -torch.inf, dtype=dtype, device=q.device)
+    shape = (p.batch, p.nheads, p.seqlen_q)
+    return out, torch.empty(shape, dtype=dtype, device=q.device)
 
 
 def rows(
@@ -125,8 +135,7 @@ def options(config: TileConfig, use_tma: bool, q: Tensor) -> dict[str, Any]:
         "BLOCK_N": config.BLOCK_N,
         "USE_TMA": use_tma,
         "APPROX_TANH": approx_tanh(q),
-        "num_warps": config.num_warps,
-        "num_stages": config.num_stages,
+        **compat.launch_options(config.num_warps, config.num_stages, config.maxnreg),
     }
 
 

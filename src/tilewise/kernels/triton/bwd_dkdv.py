@@ -3,15 +3,15 @@
 import triton
 import triton.language as tl
 
-from .gradient import dropped, probabilities, row_statistics, score_gradient
+from .gradient import dropped, probabilities, score_gradient
 from .score import bias_of, slope_of
 from .tiles import (
     clear_slack,
     load_rows,
+    padded_statistics_of,
     row_blocks,
     rows_of_sequence,
     source,
-    statistics_of,
     store_rows,
     tile_of_program,
 )
@@ -52,9 +52,10 @@ def _accumulate(
     for m_start in tl.range(m_from, m_to, BLOCK_M):
         q = load_rows(Q, m_start, 0, used_q, BLOCK_M, HEAD_DIM, BLOCK_D, USE_TMA, CHECK)
         i = (m_start + tl.arange(0, BLOCK_M))[None, :]
-        lse_i, delta_i = row_statistics(lse, delta, m_start, used_q, SCORE, BLOCK_M)
+        lse_i = tl.load(lse + m_start + tl.arange(0, BLOCK_M))
         x = tl.dot(k, q.T, input_precision=PRECISION)  # (BLOCK_N, BLOCK_M)
         p, dcap = probabilities(x, i, j, lse_i[None, :], SCORE, MASK, MASKED, APPROX_TANH)
+        delta_i = tl.load(delta + m_start + tl.arange(0, BLOCK_M))
         do = load_rows(dO, m_start, 0, used_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV, USE_TMA, CHECK)
         dp = tl.dot(v, do.T, input_precision=PRECISION)  # (BLOCK_N, BLOCK_M)
         pz, dp = dropped(p, dp, m_start, n_start, DROPOUT, keep_scale, True, BLOCK_M, BLOCK_N)
@@ -178,6 +179,9 @@ def flash_bwd_dkdv_kernel(
     m0, m1, m2, m3 = row_blocks(n_start, tl.minimum(n_start + BLOCK_N, used_k), MASK, BLOCK_M)
     if n_start >= used_k:
         m0, m1, m2, m3 = 0, 0, 0, 0
+    # past the end P is 0, so that rows there need care only where they may hold anything
+    if not CUT_Q and window_left is None:
+        m2 = m3
     for member in range(0, group):
         head = head_kv * group + member
         SCORE = (
@@ -196,9 +200,11 @@ def flash_bwd_dkdv_kernel(
         DROPOUT = seed, dropout_threshold, head, batch_id
         Q = source(q, q_strides, batch_id, start_q, head, cu_seqlens_q, USE_TMA)
         dO = source(dout, dout_strides, batch_id, start_q, head, cu_seqlens_q, USE_TMA)
-        lse_h = statistics_of(lse, batch_id, head, nheads, seqlen_q, total_q, start_q, cu_seqlens_q)
-        delta_h = statistics_of(
-            delta, batch_id, head, nheads, seqlen_q, total_q, start_q, cu_seqlens_q
+        lse_h = padded_statistics_of(
+            lse, batch_id, batch, head, nheads, seqlen_q, total_q, start_q, cu_seqlens_q
+        )
+        delta_h = padded_statistics_of(
+            delta, batch_id, batch, head, nheads, seqlen_q, total_q, start_q, cu_seqlens_q
         )
         if window_right is not None:
             acc_dk, acc_dv = _accumulate(
@@ -211,11 +217,12 @@ def flash_bwd_dkdv_kernel(
             SCORE, MASK, DROPOUT, False, False, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV,
             BLOCK_M, BLOCK_N, USE_TMA, PRECISION, APPROX_TANH,
         )  # fmt: skip
-        acc_dk, acc_dv = _accumulate(
-            acc_dk, acc_dv, k_tile, v_tile, Q, dO, lse_h, delta_h, n_start, m2, m3, keep_scale,
-            SCORE, MASK, DROPOUT, True, CUT_Q, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV,
-            BLOCK_M, BLOCK_N, USE_TMA, PRECISION, APPROX_TANH,
-        )  # fmt: skip
+        if CUT_Q or window_left is not None:
+            acc_dk, acc_dv = _accumulate(
+                acc_dk, acc_dv, k_tile, v_tile, Q, dO, lse_h, delta_h, n_start, m2, m3, keep_scale,
+                SCORE, MASK, DROPOUT, window_left is not None, CUT_Q, HEAD_DIM, HEAD_DIM_V,
+                BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, USE_TMA, PRECISION, APPROX_TANH,
+            )  # fmt: skip
 
     # keys that exist but are not used get zeros, whatever stands in memory there
     used = ((n_start + tl.arange(0, BLOCK_N)) < used_k)[:, None]

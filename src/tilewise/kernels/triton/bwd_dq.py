@@ -3,16 +3,16 @@
 import triton
 import triton.language as tl
 
-from .gradient import dropped, probabilities, row_statistics, score_gradient
+from .gradient import dropped, probabilities, score_gradient
 from .score import bias_of, slope_of
 from .tiles import (
     clear_slack,
     key_blocks,
     keys_of,
     load_rows,
+    padded_statistics_of,
     rows_of_sequence,
     source,
-    statistics_of,
     store_rows,
     tile_of_program,
 )
@@ -173,14 +173,19 @@ def flash_bwd_dq_kernel(
     dO = source(dout, dout_strides, batch_id, start_q, head, cu_seqlens_q, USE_TMA)
     K = source(k, k_strides, batch_id, start_k, head // group, cu_seqlens_k, USE_TMA)
     V = source(v, v_strides, batch_id, start_k, head // group, cu_seqlens_k, USE_TMA)
-    lse = statistics_of(lse, batch_id, head, nheads, seqlen_q, total_q, start_q, cu_seqlens_q)
-    delta = statistics_of(delta, batch_id, head, nheads, seqlen_q, total_q, start_q, cu_seqlens_q)
+    lse = padded_statistics_of(
+        lse, batch_id, batch, head, nheads, seqlen_q, total_q, start_q, cu_seqlens_q
+    )
+    delta = padded_statistics_of(
+        delta, batch_id, batch, head, nheads, seqlen_q, total_q, start_q, cu_seqlens_q
+    )
 
     CUT_Q: tl.constexpr = not USE_TMA or cu_seqlens_q is not None
     CUT_K: tl.constexpr = not USE_TMA or cu_seqlens_k is not None or window_left is not None
     q_tile = load_rows(Q, m_start, 0, used_q, BLOCK_M, HEAD_DIM, BLOCK_D, USE_TMA, CUT_Q)
     do_tile = load_rows(dO, m_start, 0, used_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV, USE_TMA, CUT_Q)
-    lse_i, delta_i = row_statistics(lse, delta, m_start, used_q, SCORE, BLOCK_M)
+    lse_i = tl.load(lse + m_start + tl.arange(0, BLOCK_M))
+    delta_i = tl.load(delta + m_start + tl.arange(0, BLOCK_M))
     acc_dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     m_stop = tl.minimum(m_start + BLOCK_M, used_q)
     n_first, n_stop = keys_of(m_start, m_stop, MASK)

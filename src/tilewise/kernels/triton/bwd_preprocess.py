@@ -3,8 +3,16 @@
 import triton
 import triton.language as tl
 
-from .score import NEG_INF
-from .tiles import load_rows, rows_of_sequence, source, statistics_of, tile_of_program
+from .score import LOG2E, NEG_INF
+from .tiles import (
+    STATISTICS_BLOCK,
+    load_rows,
+    padded_statistics_of,
+    rows_of_sequence,
+    source,
+    statistics_of,
+    tile_of_program,
+)
 
 
 @triton.jit(
@@ -15,7 +23,8 @@ def flash_bwd_preprocess_kernel(
     dout,
     lse,
     dlse,
-    delta,
+    lse_padded,
+    delta_padded,
     cu_seqlens_q,
     seqused_q,
     out_strides,
@@ -27,12 +36,13 @@ def flash_bwd_preprocess_kernel(
     num_m_blocks,
     HEAD_DIM_V: tl.constexpr,
     BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    NATURAL: tl.constexpr,
 ):
-    """What the softmax's derivative takes from every dP of a row.
+    """The statistics of a row that the backward's loops read, in whole blocks.
 
-    Computes: delta_i = sum_d dO_id O_id - dlse_i; 0 in rows without keys.
-    Grid: flat over blocks of BLOCK_M rows, heads and sequences.
+    Computes: delta_i = sum_d dO_id O_id - dlse_i, and lse_i in base 2 (natural with NATURAL). In
+        rows without keys and past the end delta is 0 and lse +inf, so that P is 0 there.
+    Grid: flat over blocks of STATISTICS_BLOCK rows, heads and sequences.
     Numerics: float32.
     Source: Dao 2023, "FlashAttention-2", Algorithm 2, line 4; dlse is ours: d lse_i / d s_ij is
         p_ij, so that it joins delta with the opposite sign.
@@ -40,9 +50,10 @@ def flash_bwd_preprocess_kernel(
     m_block, head_id = tile_of_program(tl.program_id(0), num_m_blocks, batch * nheads, 1, False)
     batch_id = head_id // nheads
     head = head_id % nheads
-    start, _, used = rows_of_sequence(batch_id, cu_seqlens_q, seqused_q, seqlen_q, total_q)
+    start, length, used = rows_of_sequence(batch_id, cu_seqlens_q, seqused_q, seqlen_q, total_q)
+    BLOCK_M: tl.constexpr = STATISTICS_BLOCK
     m_start = m_block * BLOCK_M
-    if m_start >= used:
+    if m_start >= length:
         return
     O = source(out, out_strides, batch_id, start, head, cu_seqlens_q, False)
     dO = source(dout, dout_strides, batch_id, start, head, cu_seqlens_q, False)
@@ -51,10 +62,18 @@ def flash_bwd_preprocess_kernel(
     delta_i = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)  # (BLOCK_M,)
     offs_m = m_start + tl.arange(0, BLOCK_M)
     lse = statistics_of(lse, batch_id, head, nheads, seqlen_q, total_q, start, cu_seqlens_q)
-    lse_i = tl.load(lse + offs_m, mask=offs_m < used, other=NEG_INF)
+    lse_i = tl.load(lse + offs_m, mask=offs_m < used, other=NEG_INF).to(tl.float32)
     if dlse is not None:
         dlse = statistics_of(dlse, batch_id, head, nheads, seqlen_q, total_q, start, cu_seqlens_q)
         delta_i -= tl.load(dlse + offs_m, mask=offs_m < used, other=0.0).to(tl.float32)
+    unit = 1.0 if NATURAL else LOG2E
     delta_i = tl.where(lse_i == NEG_INF, 0.0, delta_i)
-    delta = statistics_of(delta, batch_id, head, nheads, seqlen_q, total_q, start, cu_seqlens_q)
-    tl.store(delta + offs_m, delta_i, mask=offs_m < used)
+    lse_i = tl.where(lse_i == NEG_INF, -NEG_INF, lse_i * unit)
+    delta_h = padded_statistics_of(
+        delta_padded, batch_id, batch, head, nheads, seqlen_q, total_q, start, cu_seqlens_q
+    )
+    lse_h = padded_statistics_of(
+        lse_padded, batch_id, batch, head, nheads, seqlen_q, total_q, start, cu_seqlens_q
+    )
+    tl.store(delta_h + offs_m, delta_i)
+    tl.store(lse_h + offs_m, lse_i)

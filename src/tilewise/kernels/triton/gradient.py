@@ -8,19 +8,7 @@ import triton
 import triton.language as tl
 
 from .dropout import kept
-from .score import NEG_INF, exp_scores, from_natural, scores
-
-
-@triton.jit
-def row_statistics(lse, delta, m_start, used, SCORE, BLOCK_M: tl.constexpr):
-    """lse in the unit of m and delta of rows m_start, ..., (BLOCK_M,) each.
-
-    Where P must be 0 - in rows without keys and past the end - lse is +inf.
-    """
-    offs_m = m_start + tl.arange(0, BLOCK_M)
-    lse_i = tl.load(lse + offs_m, mask=offs_m < used, other=NEG_INF).to(tl.float32)
-    delta_i = tl.load(delta + offs_m, mask=offs_m < used, other=0.0)
-    return tl.where(lse_i == NEG_INF, -NEG_INF, from_natural(lse_i, SCORE)), delta_i
+from .score import exp_scores, scores
 
 
 @triton.jit

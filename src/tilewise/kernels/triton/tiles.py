@@ -11,6 +11,9 @@ with TMA (descriptor of (batch, seqlen, heads, head_dim), batch, first row, head
 import triton
 import triton.language as tl
 
+# Rows of lse and delta in the backward come in whole blocks of this many, a multiple of BLOCK_M.
+STATISTICS_BLOCK: tl.constexpr = tl.constexpr(128)
+
 
 @triton.jit
 def tile_of_program(program, num_blocks, num_heads, section, LONGEST_LAST: tl.constexpr):
@@ -70,6 +73,19 @@ def statistics_of(x, batch_id, head, nheads, seqlen_q, total_q, start, cu_seqlen
         return x + (tl.cast(batch_id, tl.int64) * nheads + head) * seqlen_q
     else:
         return x + tl.cast(head, tl.int64) * total_q + start
+
+
+@triton.jit
+def padded_statistics_of(x, batch_id, batch, head, nheads, seqlen_q, total_q, start, cu_seqlens_q):
+    """Where the backward's own statistics of one head of one sequence lie: as ``statistics_of``,
+    with every sequence's rows from a multiple of STATISTICS_BLOCK on and filled up to one."""
+    if cu_seqlens_q is None:
+        rows = tl.cdiv(seqlen_q, STATISTICS_BLOCK) * STATISTICS_BLOCK
+        return x + (tl.cast(batch_id, tl.int64) * nheads + head) * rows
+    else:
+        rows = (total_q // STATISTICS_BLOCK + batch) * STATISTICS_BLOCK
+        first = (start // STATISTICS_BLOCK + batch_id) * STATISTICS_BLOCK
+        return x + tl.cast(head, tl.int64) * rows + first
 
 
 @triton.jit
