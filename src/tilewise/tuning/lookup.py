@@ -40,6 +40,8 @@ _PREFERENCES = (
     (16, 16, 8, 1),
     (16, 16, 4, 1),
 )
+# Exact float32 products run on no matrix unit, with their operands in registers.
+_LARGEST_FLOAT32 = 64 * 32
 
 _PINNED: dict[str, TileConfig] = {}
 
@@ -102,8 +104,10 @@ def _distance(key: RowKey, row: RowKey) -> tuple[int, int, int]:
 
 
 def preferences(key: RowKey, arch: str) -> Iterator[TileConfig]:
-    """Feasible configurations without any measurement, the best guess first; always at least one."""
+    """Feasible configurations without any measurement, the best guess first; at least one."""
     for owned, looped, num_warps, num_stages in _PREFERENCES:
+        if key.dtype == "float32" and owned * looped > _LARGEST_FLOAT32:
+            continue
         block_m, block_n = owned, looped
         if key.kernel in ("bwd_dkdv", "fa1_bwd"):
             block_m, block_n = looped, owned

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from contextlib import AbstractContextManager, nullcontext
 
+import torch
 from torch import Tensor
 
 from ...core import features
@@ -21,6 +23,11 @@ MAX_HEAD_DIM = 512
 def interpreted() -> bool:
     """Whether Triton interprets kernels on the CPU: TRITON_INTERPRET was set."""
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on")
+
+
+def _on_device_of(x: Tensor) -> AbstractContextManager[object]:
+    """Makes x's GPU the current one, on which Triton launches whatever the tensors'."""
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
 class TritonBackend:
@@ -52,13 +59,14 @@ class TritonBackend:
     ) -> tuple[Tensor, Tensor]:
         """See ``Backend.fwd``."""
         compat.check_version()
-        if algorithm == "fa1":
-            from . import fa1
+        with _on_device_of(tensors.q):
+            if algorithm == "fa1":
+                from . import fa1
 
-            return fa1.fwd(problem, tensors)
-        from .fwd import fwd
+                return fa1.fwd(problem, tensors)
+            from .fwd import fwd
 
-        return fwd(problem, tensors, algorithm)
+            return fwd(problem, tensors, algorithm)
 
     def bwd(
         self,
@@ -73,10 +81,11 @@ class TritonBackend:
     ) -> Gradients:
         """See ``Backend.bwd``."""
         compat.check_version()
-        if algorithm == "fa1":
-            from . import fa1
+        with _on_device_of(tensors.q):
+            if algorithm == "fa1":
+                from . import fa1
 
-            return fa1.bwd(problem, tensors, out, lse, dout, dlse, wanted)
-        from .bwd import bwd
+                return fa1.bwd(problem, tensors, out, lse, dout, dlse, wanted)
+            from .bwd import bwd
 
-        return bwd(problem, tensors, out, lse, dout, dlse, wanted, algorithm)
+            return bwd(problem, tensors, out, lse, dout, dlse, wanted, algorithm)

@@ -125,11 +125,15 @@ def _dkdv(
     grid = num_n_blocks * p.nheads_kv * p.batch
     if grid == 0:
         return dk.zero_(), dv.zero_()
-    args, use_tma = launch.rows(p, (q, k, v, dout), config, shared)
+    tiles = (config.BLOCK_M, shared["BLOCK_D"]), (config.BLOCK_M, shared["BLOCK_DV"])
+    (q_in, dout_in), use_tma = launch.streams((q, dout), tiles, config)
+    statistics = [launch.statistics_descriptor(x, config.BLOCK_M) for x in (lse, delta)]
     flash_bwd_dkdv_kernel[(grid,)](
-        *args,
-        lse,
-        delta,
+        q_in,
+        k,
+        v,
+        dout_in,
+        *(statistics if use_tma else (lse, delta)),
         dk,
         dv,
         **launch.row_strides(q=q, k=k, v=v, dout=dout, dk=dk, dv=dv),
@@ -156,9 +160,13 @@ def _dq(
     grid = num_m_blocks * p.nheads * p.batch
     if grid == 0:
         return dq.zero_()
-    args, use_tma = launch.rows(p, (q, k, v, dout), config, shared)
+    tiles = (config.BLOCK_N, shared["BLOCK_D"]), (config.BLOCK_N, shared["BLOCK_DV"])
+    (k_in, v_in), use_tma = launch.streams((k, v), tiles, config)
     flash_bwd_dq_kernel[(grid,)](
-        *args,
+        q,
+        k_in,
+        v_in,
+        dout,
         lse,
         delta,
         dq,

@@ -24,9 +24,12 @@ def fwd(
     if grid == 0:
         return out.zero_(), lse
     shared = launch.shared_arguments(p, t)
-    args, use_tma = launch.rows(p, (q, t.k, t.v), config, shared)
+    tiles = (config.BLOCK_N, shared["BLOCK_D"]), (config.BLOCK_N, shared["BLOCK_DV"])
+    (k, v), use_tma = launch.streams((t.k, t.v), tiles, config)
     flash_fwd_kernel[(grid,)](
-        *args,
+        q,
+        k,
+        v,
         out,
         lse,
         sink=t.sink,

@@ -102,19 +102,24 @@ def outputs(problem: AttentionProblem, q: Tensor) -> tuple[Tensor, Tensor]:
     return out, torch.empty(shape, dtype=dtype, device=q.device)
 
 
-def rows(
-    problem: AttentionProblem,
-    tensors: tuple[Tensor, ...],
-    config: TileConfig,
-    shared: dict[str, Any],
+def streams(
+    tensors: tuple[Tensor, ...], tiles: tuple[tuple[int, int], ...], config: TileConfig
 ) -> tuple[list[Any], bool]:
-    """q, k, v and, in a backward, dout as the kernels take them, and whether through TMA."""
-    use_tma = config.use_tma and all(suits_tma(x) for x in tensors)
-    if not use_tma:
+    """The tensors that a kernel's loop walks through as it takes them, and whether through TMA.
+
+    A tile that stays for the whole loop is always read by pointers: the compiler then leaves it in
+    shared memory, where WGMMA reads it, and does not hold it in registers.
+    """
+    if not (config.use_tma and all(suits_tma(x) for x in tensors)):
         return list(tensors), False
-    blocks = (config.BLOCK_M, config.BLOCK_N, config.BLOCK_N, config.BLOCK_M)
-    dims = (shared["BLOCK_D"], shared["BLOCK_D"], shared["BLOCK_DV"], shared["BLOCK_DV"])
-    return [descriptor(x, n, d) for x, n, d in zip(tensors, blocks, dims, strict=False)], True
+    return [descriptor(x, *tile) for x, tile in zip(tensors, tiles, strict=True)], True
+
+
+def statistics_descriptor(x: Tensor, rows: int) -> Any:
+    """A tensor descriptor of ``rows`` values of a line of a (heads, rows) matrix."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor(x, list(x.shape), [x.shape[1], 1], [1, rows])
 
 
 def row_strides(**tensors: Tensor) -> dict[str, tuple[int, int, int, int]]:

@@ -5,7 +5,7 @@ import triton.language as tl
 
 from .gradient import dropped, probabilities, score_gradient
 from .score import bias_of, slope_of
-from .tiles import keys_of, load_rows, padded_statistics_of, rows_of_sequence, source
+from .tiles import keys_of, load_rows, load_statistics, padded_statistics_of, rows_of_sequence, source
 
 
 @triton.jit(
@@ -116,10 +116,10 @@ def flash_bwd_dbias_kernel(
         K = source(k, k_strides, batch_id, start_k, head // group, cu_seqlens_k, False)
         V = source(v, v_strides, batch_id, start_k, head // group, cu_seqlens_k, False)
         lse_h = padded_statistics_of(
-            lse, batch_id, batch, head, nheads, seqlen_q, total_q, start_q, cu_seqlens_q
+            lse, batch_id, batch, head, nheads, seqlen_q, total_q, start_q, cu_seqlens_q, False
         )
         delta_h = padded_statistics_of(
-            delta, batch_id, batch, head, nheads, seqlen_q, total_q, start_q, cu_seqlens_q
+            delta, batch_id, batch, head, nheads, seqlen_q, total_q, start_q, cu_seqlens_q, False
         )
         m_from, m_to = m_tile * BLOCK_M, tl.minimum((m_tile + 1) * BLOCK_M, used_q)
         if ONE_ROW:
@@ -128,8 +128,8 @@ def flash_bwd_dbias_kernel(
             n_first, n_stop = keys_of(m_start, tl.minimum(m_start + BLOCK_M, used_q), MASK)
             q_tile = load_rows(Q, m_start, 0, used_q, BLOCK_M, HEAD_DIM, BLOCK_D, False, True)
             do_tile = load_rows(dO, m_start, 0, used_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV, False, True)
-            lse_i = tl.load(lse_h + m_start + tl.arange(0, BLOCK_M))
-            delta_i = tl.load(delta_h + m_start + tl.arange(0, BLOCK_M))
+            lse_i = load_statistics(lse_h, m_start, BLOCK_M, False)
+            delta_i = load_statistics(delta_h, m_start, BLOCK_M, False)
             i = (m_start + tl.arange(0, BLOCK_M))[:, None]
             n_from = tl.maximum(n_tile * BLOCK_N, n_first // BLOCK_N * BLOCK_N)
             n_to = n_stop if ONE_COLUMN else tl.minimum((n_tile + 1) * BLOCK_N, n_stop)

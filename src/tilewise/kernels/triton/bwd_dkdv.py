@@ -8,6 +8,7 @@ from .score import bias_of, slope_of
 from .tiles import (
     clear_slack,
     load_rows,
+    load_statistics,
     padded_statistics_of,
     row_blocks,
     rows_of_sequence,
@@ -52,10 +53,10 @@ def _accumulate(
     for m_start in tl.range(m_from, m_to, BLOCK_M):
         q = load_rows(Q, m_start, 0, used_q, BLOCK_M, HEAD_DIM, BLOCK_D, USE_TMA, CHECK)
         i = (m_start + tl.arange(0, BLOCK_M))[None, :]
-        lse_i = tl.load(lse + m_start + tl.arange(0, BLOCK_M))
+        lse_i = load_statistics(lse, m_start, BLOCK_M, USE_TMA)
         x = tl.dot(k, q.T, input_precision=PRECISION)  # (BLOCK_N, BLOCK_M)
         p, dcap = probabilities(x, i, j, lse_i[None, :], SCORE, MASK, MASKED, APPROX_TANH)
-        delta_i = tl.load(delta + m_start + tl.arange(0, BLOCK_M))
+        delta_i = load_statistics(delta, m_start, BLOCK_M, USE_TMA)
         do = load_rows(dO, m_start, 0, used_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV, USE_TMA, CHECK)
         dp = tl.dot(v, do.T, input_precision=PRECISION)  # (BLOCK_N, BLOCK_M)
         pz, dp = dropped(p, dp, m_start, n_start, DROPOUT, keep_scale, True, BLOCK_M, BLOCK_N)
@@ -167,13 +168,12 @@ def flash_bwd_dkdv_kernel(
         return
 
     MASK = used_q, used_k, window_left, window_right
-    K = source(k, k_strides, batch_id, start_k, head_kv, cu_seqlens_k, USE_TMA)
-    V = source(v, v_strides, batch_id, start_k, head_kv, cu_seqlens_k, USE_TMA)
+    K = source(k, k_strides, batch_id, start_k, head_kv, cu_seqlens_k, False)
+    V = source(v, v_strides, batch_id, start_k, head_kv, cu_seqlens_k, False)
     # TMA fills the end of a dense tensor with zeros by itself
-    CUT_K: tl.constexpr = not USE_TMA or cu_seqlens_k is not None
     CUT_Q: tl.constexpr = not USE_TMA or cu_seqlens_q is not None
-    k_tile = load_rows(K, n_start, 0, used_k, BLOCK_N, HEAD_DIM, BLOCK_D, USE_TMA, CUT_K)
-    v_tile = load_rows(V, n_start, 0, used_k, BLOCK_N, HEAD_DIM_V, BLOCK_DV, USE_TMA, CUT_K)
+    k_tile = load_rows(K, n_start, 0, used_k, BLOCK_N, HEAD_DIM, BLOCK_D, False, True)
+    v_tile = load_rows(V, n_start, 0, used_k, BLOCK_N, HEAD_DIM_V, BLOCK_DV, False, True)
     acc_dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     acc_dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     m0, m1, m2, m3 = row_blocks(n_start, tl.minimum(n_start + BLOCK_N, used_k), MASK, BLOCK_M)
@@ -201,10 +201,10 @@ def flash_bwd_dkdv_kernel(
         Q = source(q, q_strides, batch_id, start_q, head, cu_seqlens_q, USE_TMA)
         dO = source(dout, dout_strides, batch_id, start_q, head, cu_seqlens_q, USE_TMA)
         lse_h = padded_statistics_of(
-            lse, batch_id, batch, head, nheads, seqlen_q, total_q, start_q, cu_seqlens_q
+            lse, batch_id, batch, head, nheads, seqlen_q, total_q, start_q, cu_seqlens_q, USE_TMA
         )
         delta_h = padded_statistics_of(
-            delta, batch_id, batch, head, nheads, seqlen_q, total_q, start_q, cu_seqlens_q
+            delta, batch_id, batch, head, nheads, seqlen_q, total_q, start_q, cu_seqlens_q, USE_TMA
         )
         if window_right is not None:
             acc_dk, acc_dv = _accumulate(

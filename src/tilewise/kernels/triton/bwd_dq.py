@@ -10,6 +10,7 @@ from .tiles import (
     key_blocks,
     keys_of,
     load_rows,
+    load_statistics,
     padded_statistics_of,
     rows_of_sequence,
     source,
@@ -169,23 +170,22 @@ def flash_bwd_dq_kernel(
         bias_strides[3],
     )
     DROPOUT = seed, dropout_threshold, head, batch_id
-    Q = source(q, q_strides, batch_id, start_q, head, cu_seqlens_q, USE_TMA)
-    dO = source(dout, dout_strides, batch_id, start_q, head, cu_seqlens_q, USE_TMA)
+    Q = source(q, q_strides, batch_id, start_q, head, cu_seqlens_q, False)
+    dO = source(dout, dout_strides, batch_id, start_q, head, cu_seqlens_q, False)
     K = source(k, k_strides, batch_id, start_k, head // group, cu_seqlens_k, USE_TMA)
     V = source(v, v_strides, batch_id, start_k, head // group, cu_seqlens_k, USE_TMA)
     lse = padded_statistics_of(
-        lse, batch_id, batch, head, nheads, seqlen_q, total_q, start_q, cu_seqlens_q
+        lse, batch_id, batch, head, nheads, seqlen_q, total_q, start_q, cu_seqlens_q, False
     )
     delta = padded_statistics_of(
-        delta, batch_id, batch, head, nheads, seqlen_q, total_q, start_q, cu_seqlens_q
+        delta, batch_id, batch, head, nheads, seqlen_q, total_q, start_q, cu_seqlens_q, False
     )
 
-    CUT_Q: tl.constexpr = not USE_TMA or cu_seqlens_q is not None
     CUT_K: tl.constexpr = not USE_TMA or cu_seqlens_k is not None or window_left is not None
-    q_tile = load_rows(Q, m_start, 0, used_q, BLOCK_M, HEAD_DIM, BLOCK_D, USE_TMA, CUT_Q)
-    do_tile = load_rows(dO, m_start, 0, used_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV, USE_TMA, CUT_Q)
-    lse_i = tl.load(lse + m_start + tl.arange(0, BLOCK_M))
-    delta_i = tl.load(delta + m_start + tl.arange(0, BLOCK_M))
+    q_tile = load_rows(Q, m_start, 0, used_q, BLOCK_M, HEAD_DIM, BLOCK_D, False, True)
+    do_tile = load_rows(dO, m_start, 0, used_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV, False, True)
+    lse_i = load_statistics(lse, m_start, BLOCK_M, False)
+    delta_i = load_statistics(delta, m_start, BLOCK_M, False)
     acc_dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     m_stop = tl.minimum(m_start + BLOCK_M, used_q)
     n_first, n_stop = keys_of(m_start, m_stop, MASK)

@@ -70,10 +70,10 @@ def flash_bwd_preprocess_kernel(
     delta_i = tl.where(lse_i == NEG_INF, 0.0, delta_i)
     lse_i = tl.where(lse_i == NEG_INF, -NEG_INF, lse_i * unit)
     delta_h = padded_statistics_of(
-        delta_padded, batch_id, batch, head, nheads, seqlen_q, total_q, start, cu_seqlens_q
+        delta_padded, batch_id, batch, head, nheads, seqlen_q, total_q, start, cu_seqlens_q, False
     )
     lse_h = padded_statistics_of(
-        lse_padded, batch_id, batch, head, nheads, seqlen_q, total_q, start, cu_seqlens_q
+        lse_padded, batch_id, batch, head, nheads, seqlen_q, total_q, start, cu_seqlens_q, False
     )
-    tl.store(delta_h + offs_m, delta_i)
-    tl.store(lse_h + offs_m, lse_i)
+    tl.store(delta_h[0] + offs_m, delta_i)
+    tl.store(lse_h[0] + offs_m, lse_i)

@@ -166,11 +166,11 @@ def flash_fwd_kernel(
         bias_strides[3],
     )
     DROPOUT = seed, dropout_threshold, head, batch_id
-    Q = source(q, q_strides, batch_id, start_q, head, cu_seqlens_q, USE_TMA)
+    Q = source(q, q_strides, batch_id, start_q, head, cu_seqlens_q, False)
     K = source(k, k_strides, batch_id, start_k, head // group, cu_seqlens_k, USE_TMA)
     V = source(v, v_strides, batch_id, start_k, head // group, cu_seqlens_k, USE_TMA)
 
-    q_tile = load_rows(Q, m_start, 0, used_q, BLOCK_M, HEAD_DIM, BLOCK_D, USE_TMA, not USE_TMA)
+    q_tile = load_rows(Q, m_start, 0, used_q, BLOCK_M, HEAD_DIM, BLOCK_D, False, True)
     m_i, l_i = initial_state(sink, head, SCORE, BLOCK_M)
     acc_o = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     m_stop = tl.minimum(m_start + BLOCK_M, used_q)

@@ -76,16 +76,45 @@ def statistics_of(x, batch_id, head, nheads, seqlen_q, total_q, start, cu_seqlen
 
 
 @triton.jit
-def padded_statistics_of(x, batch_id, batch, head, nheads, seqlen_q, total_q, start, cu_seqlens_q):
-    """Where the backward's own statistics of one head of one sequence lie: as ``statistics_of``,
-    with every sequence's rows from a multiple of STATISTICS_BLOCK on and filled up to one."""
+def padded_statistics_of(
+    x,
+    batch_id,
+    batch,
+    head,
+    nheads,
+    seqlen_q,
+    total_q,
+    start,
+    cu_seqlens_q,
+    USE_TMA: tl.constexpr,
+):
+    """Where the backward's own statistics of one head of one sequence lie: in a (heads, rows)
+    matrix in which each sequence begins at a multiple of STATISTICS_BLOCK and is filled up to one.
+
+    Returns (pointer,), or with TMA (descriptor of the matrix, line, first column).
+    """
     if cu_seqlens_q is None:
+        line = batch_id * nheads + head
         rows = tl.cdiv(seqlen_q, STATISTICS_BLOCK) * STATISTICS_BLOCK
-        return x + (tl.cast(batch_id, tl.int64) * nheads + head) * rows
+        first = tl.zeros((), tl.int64)
     else:
+        line = head
         rows = (total_q // STATISTICS_BLOCK + batch) * STATISTICS_BLOCK
         first = (start // STATISTICS_BLOCK + batch_id) * STATISTICS_BLOCK
-        return x + tl.cast(head, tl.int64) * rows + first
+    if USE_TMA:
+        return x, line, tl.cast(first, tl.int32)
+    else:
+        return (x + tl.cast(line, tl.int64) * rows + first,)
+
+
+@triton.jit
+def load_statistics(STATISTICS, m_start, BLOCK_M: tl.constexpr, USE_TMA: tl.constexpr):
+    """Statistics of rows m_start, ..., (BLOCK_M,)."""
+    if USE_TMA:
+        tile = STATISTICS[0].load([STATISTICS[1], STATISTICS[2] + m_start])
+        return tile.reshape([BLOCK_M])
+    else:
+        return tl.load(STATISTICS[0] + m_start + tl.arange(0, BLOCK_M))
 
 
 @triton.jit

@@ -1,0 +1,1 @@
+"""What only a GPU shows. ``tools/gpu_tests.py`` runs these in parallel processes."""
