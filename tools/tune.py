@@ -64,14 +64,16 @@ def grid(key: RowKey, arch: str, args: argparse.Namespace) -> Iterator[TileConfi
     looped = (128, 64, 32) if key.head_dim <= 256 else (64, 32, 16)
     if key.dtype == "float32":
         owned, looped = (64, 32, 128), (64, 32, 16)
-    ways = [(False, False)]
+    ways = []
     if device.tma and "tma" in args.ways:
-        ways.insert(0, (True, False))
+        ways.append((True, False))
+    if "pointers" in args.ways:
+        ways.append((False, False))
     if device.warp_specialize and key.kernel == "fwd" and "ws" in args.ways:
         ways.append((True, True))
     found = []
     for a, b, warps, stages, (tma, ws), cap in itertools.product(
-        owned, looped, (8, 4), (2, 3, 1, 4), ways, args.maxnreg
+        owned, looped, (8, 4), args.stages, ways, args.maxnreg
     ):
         m, n = (b, a) if key.kernel in ("bwd_dkdv", "fa1_bwd") else (a, b)
         config = TileConfig(m, n, warps, stages, tma, ws, cap)
@@ -530,7 +532,9 @@ def arguments() -> argparse.Namespace:
     add("--mask", type=several(), default=["full", "causal"], help=",".join(MASKS))
     add("--operands", type=several(), default=["plain"], help=",".join(OPERANDS))
     add("--extra", default="dropout", help="the feature that stands for extra operands")
-    add("--ways", type=several(), default=["tma", "ws"], help="of loading, beside pointers: tma,ws")
+    ways = ["tma", "pointers", "ws"]
+    add("--ways", type=several(), default=ways, help=f"of loading: {','.join(ways)}")
+    add("--stages", type=several(int), default=[2, 3, 1, 4], help="depths of the pipeline")
     add("--maxnreg", type=several(int), default=[0], help="caps on registers to try; 0 is none")
     add("--least-registers", type=int, default=32, help="of accumulators: skips tiny tiles")
     add("--most", type=int, default=0, help="candidates of a row; 0 is all")

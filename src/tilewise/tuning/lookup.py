@@ -40,8 +40,9 @@ _PREFERENCES = (
     (16, 16, 8, 1),
     (16, 16, 4, 1),
 )
-# Exact float32 products run on no matrix unit, with their operands in registers.
-_LARGEST_FLOAT32 = 64 * 32
+# Exact float32 products run on no matrix unit, with their operands in registers: the elements of
+# a tile of scores, by head dim, that leave room for them.
+_FLOAT32_ELEMENTS = {16: 64 * 64, 32: 64 * 64, 64: 64 * 32, 128: 32 * 32, 256: 32 * 16, 512: 16 * 16}
 
 _PINNED: dict[str, TileConfig] = {}
 
@@ -106,7 +107,7 @@ def _distance(key: RowKey, row: RowKey) -> tuple[int, int, int]:
 def preferences(key: RowKey, arch: str) -> Iterator[TileConfig]:
     """Feasible configurations without any measurement, the best guess first; at least one."""
     for owned, looped, num_warps, num_stages in _PREFERENCES:
-        if key.dtype == "float32" and owned * looped > _LARGEST_FLOAT32:
+        if key.dtype == "float32" and owned * looped > _FLOAT32_ELEMENTS[key.head_dim]:
             continue
         block_m, block_n = owned, looped
         if key.kernel in ("bwd_dkdv", "fa1_bwd"):

@@ -24,10 +24,13 @@ def fwd(problem: AttentionProblem, tensors: AttentionTensors) -> tuple[Tensor, T
     if out.shape[-3] * p.nheads * p.batch == 0:
         return out.zero_(), lse
     shared = launch.shared_arguments(p, t)
-    args, use_tma = launch.rows(p, (q, t.k, t.v), config, shared)
+    tiles = ((config.BLOCK_M, shared["BLOCK_D"]),)
+    (q_in,), use_tma = launch.streams((q,), tiles, config)
     rows = _scratch_rows(p, q, config)
     fa1_fwd_kernel[(p.nheads * p.batch,)](
-        *args,
+        q_in,
+        t.k,
+        t.v,
         out,
         lse,
         *(_scratch(p, q, rows, width) for width in (shared["BLOCK_DV"], 1, 1)),
@@ -85,12 +88,16 @@ def _dqkv(
     if p.nheads_kv * p.batch == 0:
         return Gradients(dq.zero_(), dk.zero_(), dv.zero_())
     shared = launch.shared_arguments(p, t)
-    args, use_tma = launch.rows(p, (t.q, t.k, t.v, dout), config, shared)
+    tiles = (config.BLOCK_M, shared["BLOCK_D"]), (config.BLOCK_M, shared["BLOCK_DV"])
+    (q_in, dout_in), use_tma = launch.streams((t.q, dout), tiles, config)
+    statistics = [launch.statistics_descriptor(x, config.BLOCK_M) for x in (lse, delta)]
     rows = _scratch_rows(p, t.q, config)
     fa1_bwd_kernel[(p.nheads_kv * p.batch,)](
-        *args,
-        lse,
-        delta,
+        q_in,
+        t.k,
+        t.v,
+        dout_in,
+        *(statistics if use_tma else (lse, delta)),
         dq,
         dk,
         dv,

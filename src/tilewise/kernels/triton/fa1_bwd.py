@@ -10,6 +10,7 @@ from .tiles import (
     clear_slack,
     keys_of,
     load_rows,
+    load_statistics,
     padded_statistics_of,
     row_blocks,
     rows_of_sequence,
@@ -55,7 +56,7 @@ def _visit_rows(
         i = (m_start + tl.arange(0, BLOCK_M))[None, :]
         q = load_rows(Q, m_start, 0, used_q, BLOCK_M, HEAD_DIM, BLOCK_D, USE_TMA, CHECK)  # 10
         do = load_rows(dO, m_start, 0, used_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV, USE_TMA, CHECK)
-        lse_i = tl.load(lse + m_start + tl.arange(0, BLOCK_M))
+        lse_i = load_statistics(lse, m_start, BLOCK_M, USE_TMA)
         x = tl.dot(k, q.T, input_precision=PRECISION)  # 11: (BLOCK_N, BLOCK_M)
         p, dcap = probabilities(x, i, j, lse_i[None, :], SCORE, MASK, MASKED, APPROX_TANH)  # 12, 13
         dp = tl.dot(v, do.T, input_precision=PRECISION)  # 17
@@ -63,7 +64,7 @@ def _visit_rows(
             p, dp, m_start, n_start, DROPOUT, keep_scale, True, BLOCK_M, BLOCK_N
         )  # 14, 15, 18
         dv = tl.dot(pz.to(do.dtype), do, dv, input_precision=PRECISION)  # 16
-        delta_i = tl.load(delta + m_start + tl.arange(0, BLOCK_M))  # 19, by ``bwd_preprocess.py``
+        delta_i = load_statistics(delta, m_start, BLOCK_M, USE_TMA)  # 19, by ``bwd_preprocess.py``
         ds = score_gradient(p, dp, delta_i[None, :], SCORE)  # 20
         if SCORE[1] is not None:
             ds = ds * dcap
@@ -192,21 +193,18 @@ def fa1_bwd_kernel(
             store_scratch(dQ_i, m_start, nothing, BLOCK_M, BLOCK_D)
 
     MASK = used_q, used_k, window_left, window_right
-    K = source(k, k_strides, batch_id, start_k, head_kv, cu_seqlens_k, USE_TMA)
-    V = source(v, v_strides, batch_id, start_k, head_kv, cu_seqlens_k, USE_TMA)
+    K = source(k, k_strides, batch_id, start_k, head_kv, cu_seqlens_k, False)
+    V = source(v, v_strides, batch_id, start_k, head_kv, cu_seqlens_k, False)
     dK = source(dk, dk_strides, batch_id, start_k, head_kv, cu_seqlens_k, False)
     dV = source(dv, dv_strides, batch_id, start_k, head_kv, cu_seqlens_k, False)
     n_first, n_stop = keys_of(0, used_q, MASK)
-    CUT_K: tl.constexpr = not USE_TMA or cu_seqlens_k is not None or window_left is not None
     CUT_Q: tl.constexpr = not USE_TMA or cu_seqlens_q is not None
     for n_start in range(0, length_k, BLOCK_N):  # 6
         # what this program wrote before is read by other threads of it
         tl.debug_barrier()
         # 7; keys that no row sees stay unread, whatever stands in memory there
-        k_tile = load_rows(K, n_start, n_first, n_stop, BLOCK_N, HEAD_DIM, BLOCK_D, USE_TMA, CUT_K)
-        v_tile = load_rows(
-            V, n_start, n_first, n_stop, BLOCK_N, HEAD_DIM_V, BLOCK_DV, USE_TMA, CUT_K
-        )
+        k_tile = load_rows(K, n_start, n_first, n_stop, BLOCK_N, HEAD_DIM, BLOCK_D, False, True)
+        v_tile = load_rows(V, n_start, n_first, n_stop, BLOCK_N, HEAD_DIM_V, BLOCK_DV, False, True)
         acc_dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)  # 8
         acc_dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
         m0, m1, m2, m3 = row_blocks(n_start, tl.minimum(n_start + BLOCK_N, used_k), MASK, BLOCK_M)
@@ -235,10 +233,28 @@ def fa1_bwd_kernel(
             dO = source(dout, dout_strides, batch_id, start_q, head, cu_seqlens_q, USE_TMA)
             dQ_i = scratch_of(dq_scratch, head, scratch_rows, first, BLOCK_D)
             lse_h = padded_statistics_of(
-                lse, batch_id, batch, head, nheads, seqlen_q, total_q, start_q, cu_seqlens_q
+                lse,
+                batch_id,
+                batch,
+                head,
+                nheads,
+                seqlen_q,
+                total_q,
+                start_q,
+                cu_seqlens_q,
+                USE_TMA,
             )
             delta_h = padded_statistics_of(
-                delta, batch_id, batch, head, nheads, seqlen_q, total_q, start_q, cu_seqlens_q
+                delta,
+                batch_id,
+                batch,
+                head,
+                nheads,
+                seqlen_q,
+                total_q,
+                start_q,
+                cu_seqlens_q,
+                USE_TMA,
             )
             if window_right is not None:
                 acc_dk, acc_dv = _visit_rows(

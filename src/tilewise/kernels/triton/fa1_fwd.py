@@ -173,8 +173,8 @@ def fa1_fwd_kernel(
     )
     DROPOUT = seed, dropout_threshold, head, batch_id
     Q = source(q, q_strides, batch_id, start_q, head, cu_seqlens_q, USE_TMA)
-    K = source(k, k_strides, batch_id, start_k, head // group, cu_seqlens_k, USE_TMA)
-    V = source(v, v_strides, batch_id, start_k, head // group, cu_seqlens_k, USE_TMA)
+    K = source(k, k_strides, batch_id, start_k, head // group, cu_seqlens_k, False)
+    V = source(v, v_strides, batch_id, start_k, head // group, cu_seqlens_k, False)
     first = scratch_row(batch_id, start_q, seqlen_q, cu_seqlens_q, BLOCK_M)
     O_i = scratch_of(o_scratch, head, scratch_rows, first, BLOCK_DV)
     M_i = scratch_of(m_scratch, head, scratch_rows, first, 1)
@@ -191,17 +191,13 @@ def fa1_fwd_kernel(
 
     # 6; keys that no row sees stay unread, whatever stands in memory there
     n_first, n_stop = keys_of(0, used_q, MASK)
-    CUT_K: tl.constexpr = not USE_TMA or cu_seqlens_k is not None or window_left is not None
     CUT_Q: tl.constexpr = not USE_TMA or cu_seqlens_q is not None
     for n_start in range(n_first // BLOCK_N * BLOCK_N, n_stop, BLOCK_N):
         # what this program wrote before is read by other threads of it
         tl.debug_barrier()
-        k_tile = load_rows(
-            K, n_start, n_first, n_stop, BLOCK_N, HEAD_DIM, BLOCK_D, USE_TMA, CUT_K
-        )  # 7
-        v_tile = load_rows(
-            V, n_start, n_first, n_stop, BLOCK_N, HEAD_DIM_V, BLOCK_DV, USE_TMA, CUT_K
-        )
+        # 7
+        k_tile = load_rows(K, n_start, n_first, n_stop, BLOCK_N, HEAD_DIM, BLOCK_D, False, True)
+        v_tile = load_rows(V, n_start, n_first, n_stop, BLOCK_N, HEAD_DIM_V, BLOCK_DV, False, True)
         m0, m1, m2, m3 = row_blocks(n_start, tl.minimum(n_start + BLOCK_N, used_k), MASK, BLOCK_M)
         if n_start + BLOCK_N > used_k:
             m2 = m1  # the end of the keys cuts every tile
