@@ -134,8 +134,8 @@ def tensors(p: AttentionProblem, device: Any = "cuda", fill: Any = None) -> Atte
         more["seed"] = torch.ones(1, dtype=torch.int64, device=device)
     if varlen:
         for side, n in (("q", p.seqlen_q), ("k", p.seqlen_k)):
-            steps = torch.arange(p.batch + 1, dtype=torch.int32, device=device) * n
-            more[f"cu_seqlens_{side}"] = steps.to(torch.int32)
+            steps = [i * n for i in range(p.batch + 1)]
+            more[f"cu_seqlens_{side}"] = torch.tensor(steps, dtype=torch.int32, device=device)
             if "seqused" in p.features:
                 used = torch.full((p.batch,), n, dtype=torch.int32, device=device)
                 more[f"seqused_{side}"] = used
@@ -374,10 +374,13 @@ def main() -> None:
         fields = json.loads(line)
         ask, own = fields.pop("ask", "results"), fields.pop("own", True)
         case = Case(**(fields | {"features": tuple(fields.get("features", ()))}))
-        if ask == "keys":
-            answer: Any = [{"name": x.name, "key": x.key} for x in launches(case)]
-        else:
-            answer = list(results(case, own))
+        try:
+            if ask == "keys":
+                answer: Any = [{"name": x.name, "key": x.key} for x in launches(case)]
+            else:
+                answer = list(results(case, own))
+        except Exception as error:
+            answer = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(answer), file=answers, flush=True)
 
 

@@ -72,11 +72,12 @@ def grid(key: RowKey, arch: str, args: argparse.Namespace) -> Iterator[TileConfi
     if device.warp_specialize and key.kernel == "fwd" and "ws" in args.ways:
         ways.append((True, True))
     found = []
-    for a, b, warps, stages, (tma, ws), cap in itertools.product(
-        owned, looped, (8, 4), args.stages, ways, args.maxnreg
+    apart = (True, False) if key.kernel == "bwd_dkdv" and key.head_dim >= 256 else (False,)
+    for a, b, warps, stages, (tma, ws), separate, cap in itertools.product(
+        owned, looped, (8, 4), args.stages, ways, apart, args.maxnreg
     ):
         m, n = (b, a) if key.kernel in ("bwd_dkdv", "fa1_bwd") else (a, b)
-        config = TileConfig(m, n, warps, stages, tma, ws, cap)
+        config = TileConfig(m, n, warps, stages, tma, ws, separate, cap)
         held = accumulators(config, key, device)
         if held >= args.least_registers and not reasons_against(config, key, arch):
             found.append(config)
@@ -154,6 +155,8 @@ class Compilers:
             answer = worker.ask(target.case | {"config": candidate["config"]}, self.timeout)
             if isinstance(answer, list):
                 answer = answer[-1] if answer else {"error": "nothing was launched"}
+            if answer.get("shared", 0) > arch_of(target.case["arch"]).shared_bytes:
+                answer = {"error": f"{answer['shared']} bytes of shared memory"}
             candidate |= {k: v for k, v in answer.items() if k not in ("case", "name", "triton")}
             self.done.put((target, candidate))
         worker.stop()
@@ -229,6 +232,7 @@ def short(config: dict[str, Any]) -> str:
     """A configuration in a word, for logs and runners-up."""
     c = TileConfig(**config)
     ways = ("-tma" if c.use_tma else "") + ("-ws" if c.warp_specialize else "")
+    ways += "-apart" if c.separate else ""
     cap = f"-r{c.maxnreg}" if c.maxnreg else ""
     return f"{c.BLOCK_M}x{c.BLOCK_N}-w{c.num_warps}-s{c.num_stages}{ways}{cap}"
 

@@ -52,7 +52,9 @@ class Compiler:
         self.process.stdin.flush()
         line = self.process.stdout.readline()
         assert line, "the compiling process died"
-        return json.loads(line)
+        answer = json.loads(line)
+        assert isinstance(answer, list), answer["error"]
+        return answer
 
     def stop(self) -> None:
         assert self.process.stdin is not None

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tilewise.tuning import feasible, lookup
-from tilewise.tuning.keys import ARCHS
+from tilewise.tuning.keys import ARCHS, arch_of
 
 from .checks import compiles, uses_matrix_units
 
@@ -62,7 +62,7 @@ def test_a_row_compiles(arch: str, row: lookup.Row, compiler: Callable[..., Any]
     facts = compiles(compiler(**case_of(arch, row.key)), arch)
     assert facts["stack"] <= max(feasible.SPILL_BUDGET, row.spilled)
     if not arch.startswith("gfx"):
-        assert facts["shared"] <= feasible.shared_bytes(row.config, row.key)
+        assert facts["shared"] <= feasible.shared_bytes(row.config, row.key, arch_of(arch))
     if row.key.dtype == "half":
         assert uses_matrix_units(facts, row.config, arch)
     if row.config.use_tma:

@@ -3,12 +3,40 @@
 import pytest
 import torch
 
+from tilewise.backends.triton import interpreted
 from tilewise.testing import poisoned_memory
 
 from .tools import BACKENDS, DTYPES
 
+INTERPRETED = {"triton-fa2": {"backend": "triton", "algorithm": "fa2"}} if interpreted() else {}
+# Triton's interpreter is slow and has neither float64 nor bfloat16 products: of the tests that take
+# a dtype it runs those in float16, and of the others all that are not named here.
+NOT_INTERPRETED = {
+}
 
-@pytest.fixture(params=BACKENDS.values(), ids=BACKENDS.keys())
+
+def pytest_collection_modifyitems(config, items):
+    dropped = []
+    for item in items:
+        parameters = getattr(item, "callspec", None)
+        if parameters is None or "backend" not in parameters.params:
+            continue
+        if parameters.params["backend"].get("backend") != "triton":
+            continue
+        item.add_marker(pytest.mark.interpret)
+        name = getattr(item, "originalname", item.name)
+        if parameters.params.get("dtype", torch.float16) != torch.float16:
+            dropped.append(item)
+        elif name in NOT_INTERPRETED:
+            item.add_marker(pytest.mark.skip(reason=NOT_INTERPRETED[name]))
+    config.hook.pytest_deselected(items=dropped)
+    gone = set(map(id, dropped))
+    items[:] = [item for item in items if id(item) not in gone]
+
+
+@pytest.fixture(
+    params=[*BACKENDS.values(), *INTERPRETED.values()], ids=[*BACKENDS, *INTERPRETED]
+)
 def backend(request):
     return request.param
 

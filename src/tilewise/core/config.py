@@ -16,6 +16,7 @@ class TileConfig:
         num_stages: depth of the software pipeline of loads.
         use_tma: whether rows are loaded through tensor descriptors where the tensors allow it.
         warp_specialize: whether loads and arithmetic go to warps of their own (needs use_tma).
+        separate: whether dK and dV are computed in two passes ("bwd_dkdv" alone).
         maxnreg: cap on registers of a thread; 0 leaves it to the compiler.
     """
 
@@ -25,4 +26,5 @@ class TileConfig:
     num_stages: int
     use_tma: bool = False
     warp_specialize: bool = False
+    separate: bool = False
     maxnreg: int = 0

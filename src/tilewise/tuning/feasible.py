@@ -23,7 +23,7 @@ SPILL_BUDGET = 96
 ACCUMULATOR_SHARE = 0.8
 
 
-def shared_bytes(config: TileConfig, key: RowKey) -> int:
+def shared_bytes(config: TileConfig, key: RowKey, arch: Arch) -> int:
     """Shared memory of a program: tiles read once, those of the loop in each stage, P and dS."""
     c, rows, keys = config, config.BLOCK_M, config.BLOCK_N
     once, looped = (rows, 2 * keys)
@@ -35,6 +35,8 @@ def shared_bytes(config: TileConfig, key: RowKey) -> int:
     tiles = (once + looped * c.num_stages) * key.head_dim * size
     if key.kernel not in ("fwd", "fa1_fwd"):
         tiles += 2 * rows * keys * size  # P and dS, operands of products
+        if arch.tensor_memory:  # a sum on its way from tensor memory to its output
+            tiles += 2 * once * key.head_dim
     return tiles + SCRATCH_BYTES
 
 
@@ -44,7 +46,7 @@ def accumulators(config: TileConfig, key: RowKey, arch: Arch) -> int:
     scores = rows * keys
     sums = rows * key.head_dim
     if key.kernel == "bwd_dkdv":
-        sums = 2 * keys * key.head_dim
+        sums = (1 if config.separate else 2) * keys * key.head_dim
     elif key.kernel == "bwd_dbias":
         sums = rows * keys
     elif key.kernel == "fa1_bwd":
@@ -88,9 +90,11 @@ def reasons_against(config: TileConfig, key: RowKey, arch: str) -> tuple[str, ..
         reasons.append("warp_specialize is the forward's, with TMA, on sm_90 and sm_100")
     if c.warp_specialize and c.num_warps != 4:
         reasons.append("warp_specialize is for one warp group: with more, nothing is specialised")
+    if c.separate and key.kernel != "bwd_dkdv":
+        reasons.append("separate is bwd_dkdv's")
     if reasons or arch == "interpret":
         return tuple(reasons)
-    needed = shared_bytes(c, key)
+    needed = shared_bytes(c, key, device)
     if needed > device.shared_bytes:
         reasons.append(f"{needed} bytes of shared memory, {arch} has {device.shared_bytes}")
     held, most = accumulators(c, key, device), registers(c, device)

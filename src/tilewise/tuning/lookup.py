@@ -42,7 +42,14 @@ _PREFERENCES = (
 )
 # Exact float32 products run on no matrix unit, with their operands in registers: the elements of
 # a tile of scores, by head dim, that leave room for them.
-_FLOAT32_ELEMENTS = {16: 64 * 64, 32: 64 * 64, 64: 64 * 32, 128: 32 * 32, 256: 32 * 16, 512: 16 * 16}
+_FLOAT32_ELEMENTS = {
+    16: 64 * 64,
+    32: 64 * 64,
+    64: 64 * 32,
+    128: 32 * 32,
+    256: 32 * 16,
+    512: 16 * 16,
+}
 
 _PINNED: dict[str, TileConfig] = {}
 

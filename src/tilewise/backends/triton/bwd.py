@@ -42,9 +42,8 @@ def bwd(
     tensors_in = (t.q, t.k, t.v, dout)
     grads = Gradients()
     if wanted.dk or wanted.dv:
-        grads.dk, grads.dv = _dkdv(
-            p, tensors_in, lse_padded, delta, shared, lookup.config("bwd_dkdv", arch, p)
-        )
+        config = lookup.config("bwd_dkdv", arch, p)
+        grads.dk, grads.dv = _dkdv(p, tensors_in, lse_padded, delta, shared, wanted, config)
     if wanted.dq:
         config = lookup.config("bwd_dq", arch, p)
         grads.dq = _dq(p, tensors_in, lse_padded, delta, shared, config)
@@ -106,7 +105,7 @@ def preprocess(
             HEAD_DIM_V=p.head_dim_v,
             BLOCK_DV=launch.power_of_two(p.head_dim_v),
             NATURAL="attn_bias" in p.features,
-            **compat.launch_options(num_warps=4, num_stages=3),
+            **compat.launch_options(num_warps=4 if p.head_dim_v <= 128 else 8, num_stages=1),
         )
     return lse_padded, delta
 
@@ -117,32 +116,38 @@ def _dkdv(
     lse: Tensor,
     delta: Tensor,
     shared: dict[str, Any],
+    wanted: Wanted,
     config: TileConfig,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor | None, Tensor | None]:
     q, k, v, dout = qkvdo
-    dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
+    dk = torch.empty(k.shape, dtype=k.dtype, device=k.device) if wanted.dk else None
+    dv = torch.empty(v.shape, dtype=v.dtype, device=v.device) if wanted.dv else None
     num_n_blocks = -(-p.seqlen_k // config.BLOCK_N)
     grid = num_n_blocks * p.nheads_kv * p.batch
-    if grid == 0:
-        return dk.zero_(), dv.zero_()
+    if grid == 0:  # no keys or no batch: nothing to write, but rows of no sequence
+        return tuple(None if x is None else x.zero_() for x in (dk, dv))  # type: ignore[return-value]
     tiles = (config.BLOCK_M, shared["BLOCK_D"]), (config.BLOCK_M, shared["BLOCK_DV"])
     (q_in, dout_in), use_tma = launch.streams((q, dout), tiles, config)
     statistics = [launch.statistics_descriptor(x, config.BLOCK_M) for x in (lse, delta)]
-    flash_bwd_dkdv_kernel[(grid,)](
-        q_in,
-        k,
-        v,
-        dout_in,
-        *(statistics if use_tma else (lse, delta)),
-        dk,
-        dv,
-        **launch.row_strides(q=q, k=k, v=v, dout=dout, dk=dk, dv=dv),
-        **shared,
-        num_n_blocks=num_n_blocks,
-        section=launch.section(p, p.nheads_kv),
-        grad_scale=abs(p.softmax_scale),
-        **launch.options(config, use_tma, q),
-    )
+    apart = config.separate and dk is not None and dv is not None
+    for dk_out, dv_out in ((dk, None), (None, dv)) if apart else ((dk, dv),):
+        flash_bwd_dkdv_kernel[(grid,)](
+            q_in,
+            k,
+            v,
+            dout_in,
+            *(statistics if use_tma else (lse, delta)),
+            dk_out,
+            dv_out,
+            **launch.row_strides(
+                q=q, k=k, v=v, dout=dout, dk=k if dk is None else dk, dv=v if dv is None else dv
+            ),
+            **shared,
+            num_n_blocks=num_n_blocks,
+            section=launch.section(p, p.nheads_kv),
+            grad_scale=abs(p.softmax_scale),
+            **launch.options(config, use_tma, q),
+        )
     return dk, dv
 
 

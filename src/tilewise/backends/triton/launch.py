@@ -44,9 +44,12 @@ def power_of_two(n: int, least: int = 16) -> int:
 def strides(x: Tensor) -> tuple[int, int, int, int]:
     """(batch, row, head, column) of (batch, seqlen, heads, dim) or (total, heads, dim).
 
-    A dimension of size one gets stride 0, whatever torch says, so that it is no compile key.
+    A dimension of size one gets stride 0, whatever torch says, so that it is no compile key; a
+    single head the stride that more of them would have.
     """
-    s = tuple(0 if n == 1 else st for n, st in zip(x.shape, x.stride(), strict=True))
+    s = [0 if n == 1 else st for n, st in zip(x.shape, x.stride(), strict=True)]
+    if x.shape[-2] == 1:
+        s[-2] = x.shape[-1]
     column = 1 if x.shape[-1] == 1 else s[-1]
     return (*s[:-1], column) if x.dim() == 4 else (0, *s[:-1], column)  # type: ignore[return-value]
 

@@ -5,7 +5,14 @@ import triton.language as tl
 
 from .gradient import dropped, probabilities, score_gradient
 from .score import bias_of, slope_of
-from .tiles import keys_of, load_rows, load_statistics, padded_statistics_of, rows_of_sequence, source
+from .tiles import (
+    keys_of,
+    load_rows,
+    load_statistics,
+    padded_statistics_of,
+    rows_of_sequence,
+    source,
+)
 
 
 @triton.jit(
@@ -142,11 +149,11 @@ def flash_bwd_dbias_kernel(
                 )
                 j = (n_start + tl.arange(0, BLOCK_N))[None, :]
                 x = tl.dot(q_tile, k_tile.T, input_precision=PRECISION)
-                p, _ = probabilities(x, i, j, lse_i[:, None], SCORE, MASK, True, APPROX_TANH)
+                p = probabilities(x, i, j, lse_i[:, None], SCORE, MASK, True, APPROX_TANH)[0]
                 dp = tl.dot(do_tile, v_tile.T, input_precision=PRECISION)
-                _, dp = dropped(
-                    p, dp, m_start, n_start, DROPOUT, keep_scale, False, BLOCK_M, BLOCK_N
-                )
+                dp = dropped(p, dp, m_start, n_start, DROPOUT, keep_scale, False, BLOCK_M, BLOCK_N)[
+                    1
+                ]
                 total += score_gradient(p, dp, delta_i[:, None], SCORE)
 
     # rows are counted from the tensor's first, which in a packed tensor is not the sequence's

@@ -3,7 +3,8 @@
 import triton
 import triton.language as tl
 
-from .gradient import dropped, probabilities, score_gradient
+from .dropout import kept
+from .gradient import probabilities, score_gradient
 from .score import bias_of, slope_of
 from .tiles import (
     clear_slack,
@@ -46,6 +47,8 @@ def _accumulate(
     USE_TMA: tl.constexpr,
     PRECISION: tl.constexpr,
     APPROX_TANH: tl.constexpr,
+    WANT_DK: tl.constexpr,
+    WANT_DV: tl.constexpr,
 ):
     """Algorithm 2's inner loop over the row tiles of [m_from, m_to), on transposed tiles."""
     used_q = MASK[0]
@@ -56,15 +59,23 @@ def _accumulate(
         lse_i = load_statistics(lse, m_start, BLOCK_M, USE_TMA)
         x = tl.dot(k, q.T, input_precision=PRECISION)  # (BLOCK_N, BLOCK_M)
         p, dcap = probabilities(x, i, j, lse_i[None, :], SCORE, MASK, MASKED, APPROX_TANH)
-        delta_i = load_statistics(delta, m_start, BLOCK_M, USE_TMA)
         do = load_rows(dO, m_start, 0, used_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV, USE_TMA, CHECK)
-        dp = tl.dot(v, do.T, input_precision=PRECISION)  # (BLOCK_N, BLOCK_M)
-        pz, dp = dropped(p, dp, m_start, n_start, DROPOUT, keep_scale, True, BLOCK_M, BLOCK_N)
-        dv = tl.dot(pz.to(do.dtype), do, dv, input_precision=PRECISION)
-        ds = score_gradient(p, dp, delta_i[None, :], SCORE)
-        if SCORE[1] is not None:
-            ds = ds * dcap
-        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+        pz = p
+        if DROPOUT[0] is not None:
+            keep = kept(DROPOUT, m_start, n_start, BLOCK_M, BLOCK_N).T
+            pz = tl.where(keep, p, 0.0)
+        if WANT_DK:
+            dp = tl.dot(v, do.T, input_precision=PRECISION)  # (BLOCK_N, BLOCK_M)
+            if DROPOUT[0] is not None:
+                dp = tl.where(keep, dp * keep_scale, 0.0)
+        if WANT_DV:
+            dv = tl.dot(pz.to(do.dtype), do, dv, input_precision=PRECISION)
+        if WANT_DK:
+            delta_i = load_statistics(delta, m_start, BLOCK_M, USE_TMA)
+            ds = score_gradient(p, dp, delta_i[None, :], SCORE)
+            if SCORE[1] is not None:
+                ds = ds * dcap
+            dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
     return dk, dv
 
 
@@ -138,7 +149,8 @@ def flash_bwd_dkdv_kernel(
     """Gradients of keys and values.
 
     Computes: dV = (P Z)^T dO and dK = grad_scale dS^T Q, with P and dS as in ``gradient.py``,
-        summed over the query heads that share a key head.
+        summed over the query heads that share a key head. Either may be absent (None): two passes
+        recompute P once more, but each has half the accumulators, which wide heads need.
     Grid: flat over blocks of BLOCK_N keys, key heads and sequences; a program owns one block of
         keys and loops over the query heads of its group and the row tiles that see the block, in
         a fixed order.
@@ -155,14 +167,16 @@ def flash_bwd_dkdv_kernel(
     start_k, length_k, used_k = rows_of_sequence(
         batch_id, cu_seqlens_k, seqused_k, seqlen_k, total_k
     )
-    clear_slack(
-        dk, dk_strides, batch_id, batch, head_kv, n_block, num_n_blocks, cu_seqlens_k, total_k,
-        BLOCK_N, HEAD_DIM, BLOCK_D,
-    )  # fmt: skip
-    clear_slack(
-        dv, dv_strides, batch_id, batch, head_kv, n_block, num_n_blocks, cu_seqlens_k, total_k,
-        BLOCK_N, HEAD_DIM_V, BLOCK_DV,
-    )  # fmt: skip
+    if dk is not None:
+        clear_slack(
+            dk, dk_strides, batch_id, batch, head_kv, n_block, num_n_blocks, cu_seqlens_k, total_k,
+            BLOCK_N, HEAD_DIM, BLOCK_D,
+        )  # fmt: skip
+    if dv is not None:
+        clear_slack(
+            dv, dv_strides, batch_id, batch, head_kv, n_block, num_n_blocks, cu_seqlens_k, total_k,
+            BLOCK_N, HEAD_DIM_V, BLOCK_DV,
+        )  # fmt: skip
     n_start = n_block * BLOCK_N
     if n_start >= length_k:
         return
@@ -173,9 +187,15 @@ def flash_bwd_dkdv_kernel(
     # TMA fills the end of a dense tensor with zeros by itself
     CUT_Q: tl.constexpr = not USE_TMA or cu_seqlens_q is not None
     k_tile = load_rows(K, n_start, 0, used_k, BLOCK_N, HEAD_DIM, BLOCK_D, False, True)
-    v_tile = load_rows(V, n_start, 0, used_k, BLOCK_N, HEAD_DIM_V, BLOCK_DV, False, True)
-    acc_dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    acc_dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
+    # what is not wanted is one number that nothing changes
+    v_tile = tl.zeros((), tl.float32)
+    acc_dk = tl.zeros((), tl.float32)
+    acc_dv = tl.zeros((), tl.float32)
+    if dk is not None:
+        v_tile = load_rows(V, n_start, 0, used_k, BLOCK_N, HEAD_DIM_V, BLOCK_DV, False, True)
+        acc_dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    if dv is not None:
+        acc_dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     m0, m1, m2, m3 = row_blocks(n_start, tl.minimum(n_start + BLOCK_N, used_k), MASK, BLOCK_M)
     if n_start >= used_k:
         m0, m1, m2, m3 = 0, 0, 0, 0
@@ -210,25 +230,28 @@ def flash_bwd_dkdv_kernel(
             acc_dk, acc_dv = _accumulate(
                 acc_dk, acc_dv, k_tile, v_tile, Q, dO, lse_h, delta_h, n_start, m0, m1, keep_scale,
                 SCORE, MASK, DROPOUT, True, CUT_Q, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV,
-                BLOCK_M, BLOCK_N, USE_TMA, PRECISION, APPROX_TANH,
+                BLOCK_M, BLOCK_N, USE_TMA, PRECISION, APPROX_TANH, dk is not None, dv is not None,
             )  # fmt: skip
         acc_dk, acc_dv = _accumulate(
             acc_dk, acc_dv, k_tile, v_tile, Q, dO, lse_h, delta_h, n_start, m1, m2, keep_scale,
             SCORE, MASK, DROPOUT, False, False, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV,
-            BLOCK_M, BLOCK_N, USE_TMA, PRECISION, APPROX_TANH,
+            BLOCK_M, BLOCK_N, USE_TMA, PRECISION, APPROX_TANH, dk is not None, dv is not None,
         )  # fmt: skip
         if CUT_Q or window_left is not None:
             acc_dk, acc_dv = _accumulate(
                 acc_dk, acc_dv, k_tile, v_tile, Q, dO, lse_h, delta_h, n_start, m2, m3, keep_scale,
                 SCORE, MASK, DROPOUT, window_left is not None, CUT_Q, HEAD_DIM, HEAD_DIM_V,
                 BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, USE_TMA, PRECISION, APPROX_TANH,
+                dk is not None, dv is not None,
             )  # fmt: skip
 
     # keys that exist but are not used get zeros, whatever stands in memory there
     used = ((n_start + tl.arange(0, BLOCK_N)) < used_k)[:, None]
-    dK = source(dk, dk_strides, batch_id, start_k, head_kv, cu_seqlens_k, False)
-    dV = source(dv, dv_strides, batch_id, start_k, head_kv, cu_seqlens_k, False)
-    acc_dk = tl.where(used, acc_dk * grad_scale, 0.0)
-    acc_dv = tl.where(used, acc_dv * keep_scale, 0.0)
-    store_rows(dK, n_start, length_k, acc_dk, BLOCK_N, HEAD_DIM, BLOCK_D)
-    store_rows(dV, n_start, length_k, acc_dv, BLOCK_N, HEAD_DIM_V, BLOCK_DV)
+    if dk is not None:
+        dK = source(dk, dk_strides, batch_id, start_k, head_kv, cu_seqlens_k, False)
+        acc_dk = tl.where(used, acc_dk * grad_scale, 0.0)
+        store_rows(dK, n_start, length_k, acc_dk, BLOCK_N, HEAD_DIM, BLOCK_D)
+    if dv is not None:
+        dV = source(dv, dv_strides, batch_id, start_k, head_kv, cu_seqlens_k, False)
+        acc_dv = tl.where(used, acc_dv * keep_scale, 0.0)
+        store_rows(dV, n_start, length_k, acc_dv, BLOCK_N, HEAD_DIM_V, BLOCK_DV)

@@ -58,7 +58,7 @@ def _accumulate(
         x = tl.dot(q, k.T, input_precision=PRECISION)  # (BLOCK_M, BLOCK_N)
         p, dcap = probabilities(x, i, j, lse_i[:, None], SCORE, MASK, MASKED, APPROX_TANH)
         dp = tl.dot(do, v.T, input_precision=PRECISION)  # (BLOCK_M, BLOCK_N)
-        _, dp = dropped(p, dp, m_start, n_start, DROPOUT, keep_scale, False, BLOCK_M, BLOCK_N)
+        dp = dropped(p, dp, m_start, n_start, DROPOUT, keep_scale, False, BLOCK_M, BLOCK_N)[1]
         ds = score_gradient(p, dp, delta_i[:, None], SCORE)
         if SCORE[1] is not None:
             ds = ds * dcap

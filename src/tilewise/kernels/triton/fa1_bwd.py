@@ -51,30 +51,30 @@ def _visit_rows(
 ):
     """Algorithm 4's inner loop, lines 9 to 23, over the row tiles of [m_from, m_to)."""
     used_q = MASK[0]
-    j = (n_start + tl.arange(0, BLOCK_N))[:, None]
+    j = (n_start + tl.arange(0, BLOCK_N))[None, :]
     for m_start in tl.range(m_from, m_to, BLOCK_M):
-        i = (m_start + tl.arange(0, BLOCK_M))[None, :]
+        i = (m_start + tl.arange(0, BLOCK_M))[:, None]
         q = load_rows(Q, m_start, 0, used_q, BLOCK_M, HEAD_DIM, BLOCK_D, USE_TMA, CHECK)  # 10
         do = load_rows(dO, m_start, 0, used_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV, USE_TMA, CHECK)
         lse_i = load_statistics(lse, m_start, BLOCK_M, USE_TMA)
-        x = tl.dot(k, q.T, input_precision=PRECISION)  # 11: (BLOCK_N, BLOCK_M)
-        p, dcap = probabilities(x, i, j, lse_i[None, :], SCORE, MASK, MASKED, APPROX_TANH)  # 12, 13
-        dp = tl.dot(v, do.T, input_precision=PRECISION)  # 17
+        x = tl.dot(q, k.T, input_precision=PRECISION)  # 11: (BLOCK_M, BLOCK_N)
+        p, dcap = probabilities(x, i, j, lse_i[:, None], SCORE, MASK, MASKED, APPROX_TANH)  # 12, 13
+        dp = tl.dot(do, v.T, input_precision=PRECISION)  # 17
         pz, dp = dropped(
-            p, dp, m_start, n_start, DROPOUT, keep_scale, True, BLOCK_M, BLOCK_N
+            p, dp, m_start, n_start, DROPOUT, keep_scale, False, BLOCK_M, BLOCK_N
         )  # 14, 15, 18
-        dv = tl.dot(pz.to(do.dtype), do, dv, input_precision=PRECISION)  # 16
+        dv = tl.dot(pz.to(do.dtype).T, do, dv, input_precision=PRECISION)  # 16
         delta_i = load_statistics(delta, m_start, BLOCK_M, USE_TMA)  # 19, by ``bwd_preprocess.py``
-        ds = score_gradient(p, dp, delta_i[None, :], SCORE)  # 20
+        ds = score_gradient(p, dp, delta_i[:, None], SCORE)  # 20
         if SCORE[1] is not None:
             ds = ds * dcap
         ds = ds.to(q.dtype)
-        dk = tl.dot(ds, q, dk, input_precision=PRECISION)  # 22
+        dk = tl.dot(ds.T, q, dk, input_precision=PRECISION)  # 22
         k_i = k
         if SCORE[3] is not None or SCORE[4] is not None:
-            k_i = tl.where((tl.max(p, 1) == 0.0)[:, None], 0.0, k)  # 0 times NaN is NaN
+            k_i = tl.where((tl.max(p, 0) == 0.0)[:, None], 0.0, k)  # 0 times NaN is NaN
         dq = load_scratch(dQ_i, m_start, BLOCK_M, BLOCK_D)
-        dq = tl.dot(ds.T, k_i, dq, input_precision=PRECISION)
+        dq = tl.dot(ds, k_i, dq, input_precision=PRECISION)
         store_scratch(dQ_i, m_start, dq, BLOCK_M, BLOCK_D)  # 21
     return dk, dv
 
@@ -151,7 +151,7 @@ def fa1_bwd_kernel(
 
     Computes: dV = (P Z)^T dO, dK = grad_scale dS^T Q and dQ = grad_scale dS K, with P, Z and dS as
         in ``gradient.py``, each tile recomputed once for all three. The comments' numbers are
-        Algorithm 4's lines; tiles of scores are held transposed.
+        Algorithm 4's lines.
     Grid: key heads and sequences; a program owns one key head with the query heads that share it,
         takes its blocks of BLOCK_N keys one after the other (outer loop; dK and dV stay on chip)
         and, for each, the tiles of BLOCK_M rows that see it (inner loop). No addition is atomic.

@@ -144,8 +144,9 @@ def load_rows(
     else:
         offs_d = tl.arange(0, BLOCK_D)
         base = SOURCE[0] + tl.cast(row, tl.int64) * SOURCE[1]
-        # 64-bit where rows of one tile may lie more than 2^31 elements apart
-        pointers = base + offs_r[:, None] * SOURCE[1] + offs_d[None, :] * SOURCE[2]
+        # in 64 bits: rows or columns of one tile may lie more than 2^31 elements apart
+        pointers = base + offs_r[:, None].to(tl.int64) * SOURCE[1]
+        pointers += offs_d[None, :].to(tl.int64) * SOURCE[2]
         if CHECK:
             inside = ((row + offs_r >= first) & (row + offs_r < stop))[:, None]
             if HEAD_DIM != BLOCK_D:
@@ -172,7 +173,8 @@ def store_rows(
     offs_r = tl.arange(0, ROWS)
     offs_d = tl.arange(0, BLOCK_D)
     base = SOURCE[0] + tl.cast(row, tl.int64) * SOURCE[1]
-    pointers = base + offs_r[:, None] * SOURCE[1] + offs_d[None, :] * SOURCE[2]
+    pointers = base + offs_r[:, None].to(tl.int64) * SOURCE[1]
+    pointers += offs_d[None, :].to(tl.int64) * SOURCE[2]
     inside = ((row + offs_r < stop)[:, None]) & ((offs_d < HEAD_DIM)[None, :])
     tl.store(pointers, tile.to(SOURCE[0].dtype.element_ty), mask=inside)
 
