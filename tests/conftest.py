@@ -16,6 +16,7 @@ if not torch.cuda.is_available():
 
 from tilewise import testing
 from tilewise.backends.triton import interpreted
+from tilewise.core.config import TileConfig
 from tilewise.tuning import lookup
 
 try:
@@ -73,6 +74,12 @@ def loads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
 
     monkeypatch.setattr(lookup, "config", config)
     return request.param
+
+
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles that compile in a moment: for what does not depend on the tile."""
+    monkeypatch.setattr(lookup, "config", lambda *_: TileConfig(32, 32, 4, 1))
 
 
 @pytest.fixture(autouse=True)

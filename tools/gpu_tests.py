@@ -84,11 +84,11 @@ class Shard:
         status = self.process.poll()
         if status is None:
             lines = self.lines()
-            begun = lines[-1]["time"] if self.running() else None
-            if begun is not None and time.time() - begun > per_test:
+            last = lines[-1] if lines else {"event": "end"}
+            if last["event"] == "start" and time.time() - last["time"] > per_test:
                 self.process.kill()
                 self.process.wait()
-                self.fail(lines[-1]["test"], f"did not end within {per_test:.0f} s")
+                self.fail(last["test"], f"did not end within {per_test:.0f} s")
                 self.start()
             return False
         if status in (0, 1, 5):  # 5: no test in this shard

@@ -137,6 +137,18 @@ class Worker:
             self.process = None
 
 
+def together(launches: list[dict[str, Any]]) -> dict[str, Any]:
+    """The facts of a candidate that launches its kernel more than once: the worst of each."""
+    if not launches:
+        return {"error": "nothing was launched"}
+    failed = [x for x in launches if "error" in x]
+    facts = dict(failed[0] if failed else launches[-1])
+    if not failed:
+        facts |= {k: max(x[k] for x in launches) for k in ("stack", "shared", "registers")}
+        facts["seconds"] = round(sum(x["seconds"] for x in launches), 3)
+    return facts
+
+
 class Compilers:
     """Compiles candidates in ``jobs`` processes; ``results`` gives them as they come."""
 
@@ -154,7 +166,7 @@ class Compilers:
             target, candidate = item
             answer = worker.ask(target.case | {"config": candidate["config"]}, self.timeout)
             if isinstance(answer, list):
-                answer = answer[-1] if answer else {"error": "nothing was launched"}
+                answer = together(answer)
             if answer.get("shared", 0) > arch_of(target.case["arch"]).shared_bytes:
                 answer = {"error": f"{answer['shared']} bytes of shared memory"}
             candidate |= {k: v for k, v in answer.items() if k not in ("case", "name", "triton")}

@@ -60,7 +60,8 @@ def case_of(arch: str, key: Any) -> dict[str, Any]:
 def test_a_row_compiles(arch: str, row: lookup.Row, compiler: Callable[..., Any]) -> None:
     assert not feasible.reasons_against(row.config, row.key, arch)
     facts = compiles(compiler(**case_of(arch, row.key)), arch)
-    assert facts["stack"] <= max(feasible.SPILL_BUDGET, row.spilled)
+    # a quarter more, since a row may have been made with another version of Triton
+    assert facts["stack"] <= max(feasible.SPILL_BUDGET, 1.25 * row.spilled)
     if not arch.startswith("gfx"):
         assert facts["shared"] <= feasible.shared_bytes(row.config, row.key, arch_of(arch))
     if row.key.dtype == "half":

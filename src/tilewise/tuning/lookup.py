@@ -119,7 +119,9 @@ def preferences(key: RowKey, arch: str) -> Iterator[TileConfig]:
         block_m, block_n = owned, looped
         if key.kernel in ("bwd_dkdv", "fa1_bwd"):
             block_m, block_n = looped, owned
-        config = TileConfig(block_m, block_n, num_warps, num_stages)
+        wide = key.head_dim >= (128 if key.dtype == "float32" else 256)
+        separate = key.kernel == "bwd_dkdv" and wide
+        config = TileConfig(block_m, block_n, num_warps, num_stages, separate=separate)
         if not reasons_against(config, key, arch):
             yield config
     yield TileConfig(16, 16, 4, 1)

@@ -104,7 +104,7 @@ def preprocess(
             num_m_blocks,
             HEAD_DIM_V=p.head_dim_v,
             BLOCK_DV=launch.power_of_two(p.head_dim_v),
-            NATURAL="attn_bias" in p.features,
+            NATURAL=launch.natural(p),
             **compat.launch_options(num_warps=4 if p.head_dim_v <= 128 else 8, num_stages=1),
         )
     return lse_padded, delta
@@ -128,7 +128,9 @@ def _dkdv(
         return tuple(None if x is None else x.zero_() for x in (dk, dv))  # type: ignore[return-value]
     tiles = (config.BLOCK_M, shared["BLOCK_D"]), (config.BLOCK_M, shared["BLOCK_DV"])
     (q_in, dout_in), use_tma = launch.streams((q, dout), tiles, config)
-    statistics = [launch.statistics_descriptor(x, config.BLOCK_M) for x in (lse, delta)]
+    statistics = [lse, delta]
+    if use_tma:
+        statistics = [launch.statistics_descriptor(x, config.BLOCK_M) for x in statistics]
     apart = config.separate and dk is not None and dv is not None
     for dk_out, dv_out in ((dk, None), (None, dv)) if apart else ((dk, dv),):
         flash_bwd_dkdv_kernel[(grid,)](
@@ -136,7 +138,7 @@ def _dkdv(
             k,
             v,
             dout_in,
-            *(statistics if use_tma else (lse, delta)),
+            *statistics,
             dk_out,
             dv_out,
             **launch.row_strides(

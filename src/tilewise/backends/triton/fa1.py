@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -90,14 +92,16 @@ def _dqkv(
     shared = launch.shared_arguments(p, t)
     tiles = (config.BLOCK_M, shared["BLOCK_D"]), (config.BLOCK_M, shared["BLOCK_DV"])
     (q_in, dout_in), use_tma = launch.streams((t.q, dout), tiles, config)
-    statistics = [launch.statistics_descriptor(x, config.BLOCK_M) for x in (lse, delta)]
+    statistics: list[Any] = [lse, delta]
+    if use_tma:
+        statistics = [launch.statistics_descriptor(x, config.BLOCK_M) for x in (lse, delta)]
     rows = _scratch_rows(p, t.q, config)
     fa1_bwd_kernel[(p.nheads_kv * p.batch,)](
         q_in,
         t.k,
         t.v,
         dout_in,
-        *(statistics if use_tma else (lse, delta)),
+        *statistics,
         dq,
         dk,
         dv,

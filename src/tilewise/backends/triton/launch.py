@@ -147,6 +147,11 @@ def options(config: TileConfig, use_tma: bool, q: Tensor) -> dict[str, Any]:
     }
 
 
+def natural(problem: AttentionProblem) -> bool:
+    """Whether scores are kept in natural units; see ``kernels.triton.score``."""
+    return problem.dtype == "float32" or "attn_bias" in problem.features
+
+
 def shared_arguments(problem: AttentionProblem, t: AttentionTensors) -> dict[str, Any]:
     """The arguments that forward and backward kernels share, by name."""
     p = problem
@@ -184,6 +189,7 @@ def shared_arguments(problem: AttentionProblem, t: AttentionTensors) -> dict[str
         "total_k": t.k.shape[0] if varlen else 0,
         "softmax_scale": max(scale, TINY),
         "softcap": p.softcap or None,
+        "natural": 1 if natural(p) else None,
         "window_left": None if left is None else min(left, FAR),
         "window_right": None if right is None else min(right, FAR),
         "dropout_threshold": threshold(p.dropout_p),

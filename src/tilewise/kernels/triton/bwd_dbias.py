@@ -70,6 +70,7 @@ def flash_bwd_dbias_kernel(
     num_n_blocks,
     softmax_scale,
     softcap,
+    natural,
     window_left,
     window_right,
     dropout_threshold,
@@ -116,6 +117,7 @@ def flash_bwd_dbias_kernel(
             None,
             bias_strides[2],
             bias_strides[3],
+            natural,
         )
         DROPOUT = seed, dropout_threshold, head, batch_id
         Q = source(q, q_strides, batch_id, start_q, head, cu_seqlens_q, False)

@@ -132,6 +132,7 @@ def flash_bwd_dkdv_kernel(
     softmax_scale,
     grad_scale,
     softcap,
+    natural,
     window_left,
     window_right,
     dropout_threshold,
@@ -216,6 +217,7 @@ def flash_bwd_dkdv_kernel(
             else bias_of(attn_mask, bias_strides, batch_id, head, start_q),
             bias_strides[2],
             bias_strides[3],
+            natural,
         )
         DROPOUT = seed, dropout_threshold, head, batch_id
         Q = source(q, q_strides, batch_id, start_q, head, cu_seqlens_q, USE_TMA)

@@ -119,6 +119,7 @@ def flash_bwd_dq_kernel(
     softmax_scale,
     grad_scale,
     softcap,
+    natural,
     window_left,
     window_right,
     dropout_threshold,
@@ -168,6 +169,7 @@ def flash_bwd_dq_kernel(
         None if attn_mask is None else bias_of(attn_mask, bias_strides, batch_id, head, start_q),
         bias_strides[2],
         bias_strides[3],
+        natural,
     )
     DROPOUT = seed, dropout_threshold, head, batch_id
     Q = source(q, q_strides, batch_id, start_q, head, cu_seqlens_q, False)

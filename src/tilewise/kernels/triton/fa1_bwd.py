@@ -133,6 +133,7 @@ def fa1_bwd_kernel(
     softmax_scale,
     grad_scale,
     softcap,
+    natural,
     window_left,
     window_right,
     dropout_threshold,
@@ -227,6 +228,7 @@ def fa1_bwd_kernel(
                 else bias_of(attn_mask, bias_strides, batch_id, head, start_q),
                 bias_strides[2],
                 bias_strides[3],
+                natural,
             )
             DROPOUT = seed, dropout_threshold, head, batch_id
             Q = source(q, q_strides, batch_id, start_q, head, cu_seqlens_q, USE_TMA)

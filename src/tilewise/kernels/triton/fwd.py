@@ -115,6 +115,7 @@ def flash_fwd_kernel(
     section,
     softmax_scale,
     softcap,
+    natural,
     window_left,
     window_right,
     dropout_threshold,
@@ -164,6 +165,7 @@ def flash_fwd_kernel(
         None if attn_mask is None else bias_of(attn_mask, bias_strides, batch_id, head, start_q),
         bias_strides[2],
         bias_strides[3],
+        natural,
     )
     DROPOUT = seed, dropout_threshold, head, batch_id
     Q = source(q, q_strides, batch_id, start_q, head, cu_seqlens_q, False)

@@ -6,12 +6,14 @@
     s += attn_bias                             (floating), or -inf where it is False (bool)
     s = -inf                                   outside the window
 
-SCORE is (softmax_scale, softcap, slope, bias, mask, row stride, column stride), with None for what
-is absent; the strides are those of the bias (floating) or the mask (bool), of which a call has one.
+SCORE is (softmax_scale, softcap, slope, bias, mask, row stride, column stride, natural), with None
+for what is absent; the strides are those of the bias (floating) or the mask (bool), of which a call
+has one.
 
 ``scores`` gives s up to a factor, its *unit*, which the exponential folds in for nothing:
-p = exp2(s unit - m), where m is in base 2. Only beside a floating bias, whose finfo.min would
-overflow in base 2, s and m are in natural units.
+p = exp2(s unit - m), where m is in base 2. With ``natural``, s and m are in natural units: beside a
+floating bias, whose finfo.min would overflow in base 2, and in float32, where the unit's rounding
+would count.
 """
 
 import triton
@@ -76,7 +78,7 @@ def scores(x, i, j, SCORE, MASK, MASKED: tl.constexpr, APPROX_TANH: tl.constexpr
         MASKED: whether the window or the end of the keys cuts the tile.
         APPROX_TANH: see ``_tanh``.
     """
-    softmax_scale, softcap, slope, bias, mask, stride_m, stride_n = SCORE
+    softmax_scale, softcap, slope, bias, mask, stride_m, stride_n, natural = SCORE
     dcap = 1.0
     s = x
     factor = softmax_scale
@@ -84,13 +86,13 @@ def scores(x, i, j, SCORE, MASK, MASKED: tl.constexpr, APPROX_TANH: tl.constexpr
         s = _tanh(x * (softmax_scale / softcap), APPROX_TANH)
         dcap = 1.0 - s * s
         factor = softcap
-    if bias is not None:
+    if natural is not None:
         s = s * factor
     elif slope is not None:
         s = s * (factor * LOG2E)
     if slope is not None:
         distance = tl.abs(i + (MASK[1] - MASK[0]) - j).to(tl.float32)
-        if bias is not None:
+        if natural is not None:
             s -= slope * distance
         else:
             s -= (slope * LOG2E) * distance
@@ -106,7 +108,7 @@ def scores(x, i, j, SCORE, MASK, MASKED: tl.constexpr, APPROX_TANH: tl.constexpr
 @triton.jit
 def to_m(s, SCORE):
     """A (maximum of) s in the unit of m."""
-    if SCORE[3] is not None:
+    if SCORE[7] is not None:
         return s
     elif SCORE[2] is not None:
         return s
@@ -119,7 +121,7 @@ def to_m(s, SCORE):
 @triton.jit
 def exp_scores(s, m, SCORE):
     """exp of a score over a reference m: p."""
-    if SCORE[3] is not None:
+    if SCORE[7] is not None:
         return tl.exp2((s - m) * LOG2E)
     else:
         return tl.exp2(to_m(s, SCORE) - m)
@@ -128,7 +130,7 @@ def exp_scores(s, m, SCORE):
 @triton.jit
 def exp_m(difference, SCORE):
     """exp of a difference of two m."""
-    if SCORE[3] is not None:
+    if SCORE[7] is not None:
         return tl.exp2(difference * LOG2E)
     else:
         return tl.exp2(difference)
@@ -137,7 +139,7 @@ def exp_m(difference, SCORE):
 @triton.jit
 def from_natural(x, SCORE):
     """A natural logarithm (lse, a sink) in the unit of m."""
-    if SCORE[3] is not None:
+    if SCORE[7] is not None:
         return x
     else:
         return x * LOG2E
@@ -146,7 +148,7 @@ def from_natural(x, SCORE):
 @triton.jit
 def to_lse(m, total, SCORE):
     """log-sum-exp, natural, from a reference m and the sum relative to it."""
-    if SCORE[3] is not None:
+    if SCORE[7] is not None:
         return m + tl.log2(total) * LN2
     else:
         return (m + tl.log2(total)) * LN2

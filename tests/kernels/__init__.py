@@ -1,0 +1,1 @@
+"""Device code, piece by piece."""
