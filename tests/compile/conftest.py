@@ -57,8 +57,7 @@ class Compiler:
         return answer
 
     def stop(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
+        self.process.kill()
         self.process.wait()
 
 
@@ -70,7 +69,7 @@ def compiler(request: pytest.FixtureRequest) -> Iterator[Callable[..., Any]]:
     compilers: dict[str, Compiler] = {}
 
     def ask(version: str = "", **fields: Any) -> Any:
-        if version not in compilers:
+        if version not in compilers or compilers[version].process.poll() is not None:
             compilers[version] = Compiler(cache, version)
         return compilers[version].ask(**fields)
 

@@ -7,6 +7,9 @@ compute. Covered, in float16 at head dims 64 and 80 (the padded kind) for every 
 - on sm_80, sm_100, sm_120 and gfx942 every feature, half of them to a call (``HALVES``);
 - on sm_90 each feature alone, in fwd and bwd_dq, within the budget of spilled registers;
 - of FlashAttention 1, whose kernels share all of this, only ``HALVES``, on sm_90 and gfx942.
+
+Where several features meet, tiles are small (``SMALL``): a kernel's code, and with it the time to
+compile it, grows with them, and what a call's own tiles need is ``test_rows.py``'s.
 """
 
 from __future__ import annotations
@@ -52,6 +55,7 @@ def _calls() -> tuple[tuple[str, ...], ...]:
 
 
 CALLS = _calls()
+SMALL = {"BLOCK_M": 32, "BLOCK_N": 32, "num_warps": 4, "num_stages": 2}
 # A tile of a floating bias, beside the scores.
 BIAS_BUDGET = 256
 HALVES = (
@@ -93,7 +97,7 @@ def test_the_calls_hold_every_pair() -> None:
 def test_pairs_of_features(
     kernel: str, names: tuple[str, ...], compiler: Callable[..., Any]
 ) -> None:
-    compiles(compiler(**_case(kernel, names), arch="sm_90"), "sm_90")
+    compiles(compiler(**_case(kernel, names), config=SMALL, arch="sm_90"), "sm_90")
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_100", "sm_120", "gfx942"])
@@ -101,15 +105,22 @@ def test_pairs_of_features(
 def test_features_on_other_devices(
     arch: str, kernel: str, names: tuple[str, ...], compiler: Callable[..., Any]
 ) -> None:
-    compiles(compiler(**_case(kernel, names), arch=arch), arch)
+    compiles(compiler(**_case(kernel, names), config=SMALL, arch=arch), arch)
 
 
 @pytest.mark.parametrize("arch", ["sm_90", "gfx942"])
 @pytest.mark.parametrize(("kernel", "names"), _cases(HALVES, KERNELS[4:]))
 def test_features_of_fa1(
-    arch: str, kernel: str, names: tuple[str, ...], compiler: Callable[..., Any]
+    arch: str,
+    kernel: str,
+    names: tuple[str, ...],
+    compiler: Callable[..., Any],
+    request: pytest.FixtureRequest,
 ) -> None:
-    compiles(compiler(**_case(kernel, names), arch=arch), arch)
+    if (kernel, arch) == ("fa1_fwd", "gfx942") and "bool_mask" in names:
+        reason = "Triton 3.7.1 for gfx942: ConvertTritonAMDGPUToLLVM fails on fa1_fwd's bool_mask"
+        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
+    compiles(compiler(**_case(kernel, names), config=SMALL, arch=arch), arch)
 
 
 ALONE = tuple((name,) for name in NAMES if name not in ("sink", "seqused"))

@@ -19,6 +19,8 @@ from .checks import compiles, uses_matrix_units
 
 pytestmark = pytest.mark.compile
 
+# Beside small tiles the compiler takes this much more, to bring an output to its layout.
+OUTPUT_BYTES = 16384
 # The device kind that stands for each table, and others that read it.
 STANDS_FOR = {"sm_86": "sm_120"}
 OTHERS = {"sm_86": ("sm_86", "sm_89"), "gfx942": ("gfx950",)}
@@ -63,7 +65,8 @@ def test_a_row_compiles(arch: str, row: lookup.Row, compiler: Callable[..., Any]
     # a quarter more, since a row may have been made with another version of Triton
     assert facts["stack"] <= max(feasible.SPILL_BUDGET, 1.25 * row.spilled)
     if not arch.startswith("gfx"):
-        assert facts["shared"] <= feasible.shared_bytes(row.config, row.key, arch_of(arch))
+        most = feasible.shared_bytes(row.config, row.key, arch_of(arch))
+        assert facts["shared"] <= most + OUTPUT_BYTES
     if row.key.dtype == "half":
         assert uses_matrix_units(facts, row.config, arch)
     if row.config.use_tma:

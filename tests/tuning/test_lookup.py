@@ -74,7 +74,9 @@ def test_the_nearest_row_is_of_a_wider_head() -> None:
     narrower = RowKey("fwd", "half", 64, "causal", "plain")
     assert lookup._distance(key, wider) < lookup._distance(key, narrower)
     assert lookup._distance(key, replace(key, mask="window")) < lookup._distance(key, wider)
-    assert lookup._distance(key, replace(key, operands="extra")) < lookup._distance(key, wider)
+    extra = replace(key, operands="extra")
+    assert lookup._distance(key, extra) < lookup._distance(key, wider)
+    assert lookup._distance(extra, replace(extra, head_dim=256)) < lookup._distance(extra, key)
 
 
 def test_sizes_choose_nothing() -> None:

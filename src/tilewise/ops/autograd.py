@@ -1,7 +1,8 @@
 """Derivatives of the operators, told to torch twice.
 
-``torch.library.register_autograd`` serves eager mode and torch.compile. torch.func's transforms
-want an ``autograd.Function`` with ``setup_context`` and ``vmap``: ``Attention``, of the same rules.
+``torch.library.register_autograd`` serves torch.compile. Eager mode, for its speed, and
+torch.func's transforms take an ``autograd.Function`` with ``setup_context`` and ``vmap``:
+``Attention``, of the same rules.
 
 The backward of the backward is the derivative of the reference formulas: a composite that holds
 O(N^2) memory.
@@ -97,7 +98,8 @@ class AttentionBackward(torch.autograd.Function):
     def forward(*arguments: Any) -> tuple[Tensor, ...]:
         """The operator."""
         *rest, wanted = arguments
-        found: tuple[Tensor, ...] = flash_attn_bwd(*rest, list(wanted))
+        with torch._C._AutoDispatchBelowAutograd():  # this function is the derivative's place
+            found: tuple[Tensor, ...] = flash_attn_bwd(*rest, list(wanted))
         return found
 
     setup_context = staticmethod(_bwd_context)
@@ -115,7 +117,8 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
         """The operator."""
-        found: tuple[Tensor, Tensor] = flash_attn_fwd(*arguments)
+        with torch._C._AutoDispatchBelowAutograd():  # this function is the derivative's place
+            found: tuple[Tensor, Tensor] = flash_attn_fwd(*arguments)
         return found
 
     setup_context = staticmethod(_fwd_context)
@@ -150,10 +153,15 @@ def register() -> None:
 
 
 def attention(arguments: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
-    """out and lse, by the operator or, inside a transform of torch.func, by ``Attention``."""
-    transformed = (
-        not torch.compiler.is_compiling()
-        and torch._C._functorch.peek_interpreter_stack() is not None
-    )
-    found: tuple[Tensor, Tensor] = (Attention.apply if transformed else flash_attn_fwd)(*arguments)
+    """out and lse: by the operator or, where a derivative may be asked for, by ``Attention``."""
+    if torch.compiler.is_compiling() or not (torch.is_grad_enabled() or _transformed()):
+        found: tuple[Tensor, Tensor] = flash_attn_fwd(*arguments)
+        return found
+    # the same rules, at a third of what torch's look-up of an operator's schema costs
+    found = Attention.apply(*arguments)
     return found
+
+
+def _transformed() -> bool:
+    """Whether a transform of torch.func is at work."""
+    return torch._C._functorch.peek_interpreter_stack() is not None

@@ -14,8 +14,7 @@ MAX_STAGES = 8
 REGISTER_FILE = 65536  # 32-bit registers of a multiprocessor
 BYTES = {"half": 2, "float32": 4}
 # Barriers, a row's statistics, and what the compiler stages through shared memory beside tiles.
-SCRATCH_BYTES = {"fwd": 2048, "fa1_fwd": 2048}
-BACKWARD_SCRATCH_BYTES = 5120
+SCRATCH_BYTES = 2048
 # Rows that the backward's statistics are padded to: its tiles must divide them.
 STATISTICS_ROWS = 128
 # Bytes of a thread that may lie in local memory: a few values kept across a loop cost nothing.
@@ -38,7 +37,9 @@ def shared_bytes(config: TileConfig, key: RowKey, arch: Arch) -> int:
         tiles += 2 * rows * keys * size  # P and dS, operands of products
         if arch.tensor_memory:  # a sum on its way from tensor memory to its output
             tiles += 2 * once * key.head_dim
-    return tiles + SCRATCH_BYTES.get(key.kernel, BACKWARD_SCRATCH_BYTES)
+    elif arch.tensor_memory and key.operands == "extra":  # a mask on its way to the scores' layout
+        tiles += rows * keys * size
+    return tiles + SCRATCH_BYTES
 
 
 def accumulators(config: TileConfig, key: RowKey, arch: Arch) -> int:

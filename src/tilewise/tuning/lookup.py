@@ -101,14 +101,15 @@ def parsed(text: str) -> tuple[Row, ...]:
     )
 
 
-def _distance(key: RowKey, row: RowKey) -> tuple[int, int, int]:
-    """How far a row is from a key; wider heads, whose tiles are smaller, are nearer."""
-    wider = row.head_dim.bit_length() - key.head_dim.bit_length()
-    return (
-        wider if wider >= 0 else 8 - wider,
-        0 if row.operands == key.operands else 1 if row.operands == "extra" else 2,
-        _NEAREST_MASKS[key.mask].index(row.mask),
-    )
+def _distance(key: RowKey, row: RowKey) -> tuple[int, int]:
+    """How far a row is from a key; wider heads, whose tiles are smaller, are nearer.
+
+    A row without extra operands is farther from a call that has some than the next wider head.
+    """
+    steps = row.head_dim.bit_length() - key.head_dim.bit_length()
+    steps = steps if steps >= 0 else 8 - steps
+    misfit = 0 if row.operands == key.operands else 1 if row.operands == "extra" else 3
+    return 2 * steps + misfit, _NEAREST_MASKS[key.mask].index(row.mask)
 
 
 def preferences(key: RowKey, arch: str) -> Iterator[TileConfig]:

@@ -23,10 +23,10 @@ MASKS = {"full": {}, "causal": {"causal": True}, "window": {"window_size": (20, 
 
 
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("sk", [1, TILE, 2 * TILE + 1])
-@pytest.mark.parametrize("sq", [1, TILE - 1, TILE + 1, 67])
-def test_lengths_beside_the_tile_edges(sq, sk, mask, loads, assert_agrees):
-    assert_agrees(qkv(sq, sk) | MASKS[mask], FA1)
+def test_lengths_beside_the_tile_edges(mask, loads, assert_agrees):
+    for sq in (1, TILE - 1, TILE + 1, 67):
+        for sk in (2, TILE, 2 * TILE + 1):
+            assert_agrees(qkv(sq, sk, h=1) | MASKS[mask], FA1)
 
 
 @pytest.mark.parametrize("sizes", [(0, 5), (5, 0), (0, 0)], ids=str)
@@ -45,7 +45,7 @@ def test_head_dims(widths, dtype, assert_agrees):
 @pytest.mark.parametrize("heads", [(6, 3), (6, 1)], ids=str)
 def test_grouped_heads_with_dropout_and_a_bias_of_one_row(heads, assert_agrees):
     h, hk = heads
-    inputs = qkv(h=h, hk=hk, batch=2) | {"attn_bias": draw(2, 1, 1, 49, seed=5), "causal": True}
+    inputs = qkv(h=h, hk=hk) | {"attn_bias": draw(1, 1, 1, 49, seed=5), "causal": True}
     assert_agrees(inputs | {"dropout_p": 0.3, "seed": 4}, FA1)
 
 

@@ -41,12 +41,12 @@ def test_tanh_at_zero_and_at_the_infinities():
 @triton.jit
 def scores_kernel(
     x, out, dcap, lse, hidden, bias, mask, slope, softmax_scale, softcap, sq, sk, left, right,
-    MASKED: tl.constexpr, N: tl.constexpr,
+    natural, MASKED: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     i, j = tl.arange(0, N)[:, None], tl.arange(0, N)[None, :]
     place = i * N + j
     MASK = sq, sk, left, right
-    SCORE = softmax_scale, softcap, slope, bias, mask, N, 1
+    SCORE = softmax_scale, softcap, slope, bias, mask, N, 1, natural
     s, d = scores(tl.load(x + place), i, j, SCORE, MASK, MASKED, False)
     m = to_m(tl.max(s, 1), SCORE)
     safe = tl.where(m == float("-inf"), 0.0, m)
@@ -71,9 +71,12 @@ OPTIONS = {
 }
 
 
+@pytest.mark.parametrize("unit", ["base2", "natural"])
 @pytest.mark.parametrize("sizes", [(N, N), (20, 27), (27, 20)], ids=str)
 @pytest.mark.parametrize("option", OPTIONS)
-def test_probabilities_lse_and_derivative_follow_the_formulas(option, sizes):
+def test_probabilities_lse_and_derivative_follow_the_formulas(option, sizes, unit):
+    if "bias" in OPTIONS[option]:
+        unit = "natural"  # the only one beside a bias
     given, (sq, sk) = OPTIONS[option], sizes
     gen = torch.Generator().manual_seed(1)
     x = torch.randn(N, N, generator=gen) * 4
@@ -83,10 +86,10 @@ def test_probabilities_lse_and_derivative_follow_the_formulas(option, sizes):
     p, dcap, lse = torch.empty(N, N), torch.empty(N, N), torch.empty(N)
     hidden = torch.empty(N, dtype=torch.int8)
     sides = given.get("left"), given.get("right")
-    slope_tensor = None if slope is None else slope
     scores_kernel[(1,)](
-        x, p, dcap, lse, hidden, bias, mask, slope_tensor, scale, cap, sq, sk, *sides, True, N
-    )
+        x, p, dcap, lse, hidden, bias, mask, slope, scale, cap, sq, sk, *sides,
+        1 if unit == "natural" else None, True, N,
+    )  # fmt: skip
 
     i, j = torch.arange(N)[:, None], torch.arange(N)[None]
     d = i + sk - sq
@@ -97,8 +100,8 @@ def test_probabilities_lse_and_derivative_follow_the_formulas(option, sizes):
         s, slope_of_cap = cap * tanh, 1 - tanh**2
     if slope is not None:
         s = s - slope * (d - j).abs()
-    if bias is not None:  # read as 0 outside of the sequence
-        s = s + bias.double() * ((i < sq) & (j < sk))
+    if bias is not None:
+        s = s + bias.double()
     seen = (j < sk).expand(N, N)
     if sides[0] is not None:
         seen = seen & (j >= d - sides[0])
@@ -113,6 +116,8 @@ def test_probabilities_lse_and_derivative_follow_the_formulas(option, sizes):
     torch.testing.assert_close(dcap[rows].double(), slope_of_cap[rows], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(lse[rows].double(), s.logsumexp(-1)[rows], rtol=1e-5, atol=1e-5)
     assert (p[~seen] == 0).all()
+    if bias is not None:  # a row that does not exist sees nothing, whatever a key holds
+        assert (p[sq:] == 0).all()
     if sq == N:
         assert torch.equal(hidden.bool(), ~seen.any(0))
 
@@ -124,7 +129,25 @@ def test_the_largest_negative_bias_does_not_overflow():
     x, p, dcap, lse = torch.zeros(N, N), torch.empty(N, N), torch.empty(N, N), torch.empty(N)
     hidden = torch.empty(N, dtype=torch.int8)
     scores_kernel[(1,)](
-        x, p, dcap, lse, hidden, bias, None, None, 1.0, None, N, N, None, None, False, N
+        x, p, dcap, lse, hidden, bias, None, None, 1.0, None, N, N, None, None, 1, False, N
     )
     assert (p == 1).all() and not hidden.any()
     assert (lse == least + math.log(N)).all()
+
+
+@pytest.mark.parametrize("kind", ["bool", "float"])
+@pytest.mark.parametrize("garbage", [torch.nan, torch.inf, -torch.inf], ids=str)
+def test_a_hidden_key_weighs_nothing_whatever_it_holds(garbage, kind):
+    sees = torch.ones(N, N, dtype=torch.bool)
+    sees[:, 5], sees[3] = False, False
+    bias = torch.zeros(N, N).masked_fill(~sees, -torch.inf) if kind == "float" else None
+    x = torch.randn(N, N)
+    x[:, 5] = garbage
+    p, dcap, lse = torch.empty(N, N), torch.empty(N, N), torch.empty(N)
+    hidden = torch.empty(N, dtype=torch.int8)
+    scores_kernel[(1,)](
+        x, p, dcap, lse, hidden, bias, None if bias is not None else sees, None, 1.0, None, 20, N,
+        None, None, 1, True, N,
+    )  # fmt: skip
+    assert (p[:20, 5] == 0).all() and (p[3] == 0).all() and hidden[5] == 1
+    assert torch.isfinite(p).all() and lse[3] == -torch.inf

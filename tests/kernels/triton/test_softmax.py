@@ -13,10 +13,10 @@ M, N = 16, 16
 
 @triton.jit
 def softmax_kernel(
-    s, sink, out, lse, tiles, bias, M: tl.constexpr, N: tl.constexpr, GUARD: tl.constexpr
+    s, sink, out, lse, tiles, natural, M: tl.constexpr, N: tl.constexpr, GUARD: tl.constexpr
 ):
     """out: the sum of p times the number of its column, over the sum of p."""
-    SCORE = 1.0, None, None, bias, None, 0, 0
+    SCORE = 1.0, None, None, None, None, 0, 0, natural
     i, j = tl.arange(0, M)[:, None], tl.arange(0, N)[None, :]
     m, l = initial_state(sink, 0, SCORE, M)
     acc = tl.zeros([M], tl.float32)
@@ -31,8 +31,8 @@ def softmax_kernel(
 
 def run(s, sink=None, natural=False):
     out, lse = torch.empty(M), torch.empty(M)
-    bias = torch.zeros(1) if natural else None
-    softmax_kernel[(1,)](s, sink, out, lse, s.shape[1] // N, bias, M, N, True)
+    unit = 1 if natural else None
+    softmax_kernel[(1,)](s, sink, out, lse, s.shape[1] // N, unit, M, N, True)
     return out, lse
 
 

@@ -180,8 +180,10 @@ def copy_kernel(
 
 
 @pytest.mark.parametrize("width", [1, 5, 16])
-@pytest.mark.parametrize(("row", "first", "stop", "end"), [(0, 0, 20, 20), (16, 18, 19, 20),
-                                                          (16, 0, 17, 18), (0, 3, 9, 16)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("row", "first", "stop", "end"),
+    [(0, 0, 20, 20), (16, 18, 19, 20), (16, 0, 17, 18), (0, 3, 9, 16)],
+)
 def test_rows_outside_are_read_as_zero_and_never_written(row, first, stop, end, width):
     x = torch.full((2, 40, 3, 2 * width), torch.nan)[:, ::2, :, ::2]
     x[1, first:stop, 2] = torch.randn(stop - first, width)

@@ -66,7 +66,7 @@ class TritonBackend:
                 return fa1.fwd(problem, tensors)
             from .fwd import fwd
 
-            return fwd(problem, tensors, algorithm)
+            return fwd(problem, tensors)
 
     def bwd(
         self,
@@ -88,4 +88,4 @@ class TritonBackend:
                 return fa1.bwd(problem, tensors, out, lse, dout, dlse, wanted)
             from .bwd import bwd
 
-            return bwd(problem, tensors, out, lse, dout, dlse, wanted, algorithm)
+            return bwd(problem, tensors, out, lse, dout, dlse, wanted)

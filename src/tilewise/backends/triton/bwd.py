@@ -1,8 +1,6 @@
-"""Launches the backward: delta, then dK and dV, dQ and the bias's gradient."""
+"""Launches the backward: statistics, then dK and dV, dQ, and the gradients of other operands."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,7 +8,6 @@ from torch import Tensor
 from ...core.config import TileConfig
 from ...core.problem import VARLEN, AttentionProblem
 from ...kernels import compat
-from ...kernels.triton.bwd_dbias import flash_bwd_dbias_kernel
 from ...kernels.triton.bwd_dkdv import flash_bwd_dkdv_kernel
 from ...kernels.triton.bwd_dq import flash_bwd_dq_kernel
 from ...kernels.triton.bwd_preprocess import flash_bwd_preprocess_kernel
@@ -18,6 +15,8 @@ from ...kernels.triton.tiles import STATISTICS_BLOCK as _STATISTICS_BLOCK
 from ...tuning import lookup
 from ..base import AttentionTensors, Gradients, Wanted
 from . import launch
+from .launch import Launch, Of
+from .operands import add_operand_gradients
 
 STATISTICS_BLOCK: int = _STATISTICS_BLOCK.value
 
@@ -30,224 +29,167 @@ def bwd(
     dout: Tensor,
     dlse: Tensor | None,
     wanted: Wanted,
-    algorithm: str,
 ) -> Gradients:
     """See ``Backend.bwd``."""
-    p, t = problem, tensors
-    arch = launch.arch(t.q)
-    if p.softmax_scale < 0:
-        t = launch.with_q(t, t.q.neg())
-    lse_padded, delta = preprocess(p, t, out, lse, dout, dlse)
-    shared = launch.shared_arguments(p, t)
-    tensors_in = (t.q, t.k, t.v, dout)
-    grads = Gradients()
-    if wanted.dk or wanted.dv:
-        config = lookup.config("bwd_dkdv", arch, p)
-        grads.dk, grads.dv = _dkdv(p, tensors_in, lse_padded, delta, shared, wanted, config)
-    if wanted.dq:
-        config = lookup.config("bwd_dq", arch, p)
-        grads.dq = _dq(p, tensors_in, lse_padded, delta, shared, config)
-        if p.softmax_scale < 0:
-            grads.dq.neg_()
-    if wanted.dbias:
-        assert t.attn_bias is not None
-        grads.dbias = bias_gradient(
-            p,
-            tensors_in,
-            lse_padded,
-            delta,
-            t.attn_bias,
-            shared,
-            lookup.config("bwd_dbias", arch, p),
+    p, arch = problem, launch.arch(tensors.q)
+    t = launch.with_positive_scale(p, tensors)
+    grads = Gradients(
+        *(
+            torch.empty(x.shape, dtype=x.dtype, device=x.device) if want else None
+            for x, want in ((t.q, wanted.dq), (t.k, wanted.dk), (t.v, wanted.dv))
         )
-    if wanted.dsink:
-        assert t.sink is not None
-        grads.dsink = sink_gradient(p, t, lse, out, dout, dlse)
+    )
+    call = given(t, out, lse, dout, dlse)
+    lse_padded, delta = statistics(p, t.q)
+    call |= {"lse_padded": lse_padded, "delta": delta}
+    call |= {"dq": grads.dq, "dk": grads.dk, "dv": grads.dv}
+    configs = lookup.config("bwd_dkdv", arch, p), lookup.config("bwd_dq", arch, p)
+
+    def make() -> list[Launch]:
+        plan = [*preprocess(p, t, out, dout, dlse)]
+        if wanted.dk or wanted.dv:
+            plan += _dkdv(p, t, call, configs[0])
+        if wanted.dq:
+            plan += _dq(p, t, call, configs[1])
+        return plan
+
+    facts = ("bwd", p, configs, launch.precision(p.dtype))
+    launch.run(launch.plans.find(facts, call, make), call)
+    if p.seqlen_q * p.batch == 0:  # a key that no row sees, or rows of no sequence
+        for x in (grads.dq, grads.dk, grads.dv):
+            if x is not None:
+                x.zero_()
+    if p.softmax_scale < 0 and grads.dq is not None:
+        grads.dq.neg_()
+    add_operand_gradients(grads, wanted, p, t, call)
     return grads
 
 
-def preprocess(
-    p: AttentionProblem,
-    t: AttentionTensors,
-    out: Tensor,
-    lse: Tensor,
-    dout: Tensor,
-    dlse: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """lse in the kernels' unit and delta = rowsum(dO O) - dlse, (heads, padded rows) float32."""
+def given(
+    t: AttentionTensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
+) -> dict[str, Tensor | None]:
+    """What a backward reads, by name."""
+    dlse = None if dlse is None else dlse.contiguous()
+    return launch.operands(t) | {"out": out, "lse": lse, "dout": dout, "dlse": dlse}
+
+
+def statistics(p: AttentionProblem, q: Tensor) -> tuple[Tensor, Tensor]:
+    """Room for lse in the kernels' unit and for delta: (heads, padded rows), float32."""
     block = STATISTICS_BLOCK
     if p.layout == VARLEN:
-        shape = (p.nheads, (t.q.shape[0] // block + p.batch) * block)
+        shape = (p.nheads, (q.shape[0] // block + p.batch) * block)
     else:
         shape = (p.batch * p.nheads, -(-p.seqlen_q // block) * block)
-    lse_padded, delta = (
-        torch.empty(shape, dtype=torch.float32, device=lse.device) for _ in range(2)
+    return (
+        torch.empty(shape, dtype=torch.float32, device=q.device),
+        torch.empty(shape, dtype=torch.float32, device=q.device),
     )
-    num_m_blocks = -(-p.seqlen_q // block)
+
+
+def preprocess(
+    p: AttentionProblem, t: AttentionTensors, out: Tensor, dout: Tensor, dlse: Tensor | None
+) -> list[Launch]:
+    """Writes the statistics."""
+    num_m_blocks = -(-p.seqlen_q // STATISTICS_BLOCK)
     grid = num_m_blocks * p.nheads * p.batch
-    if grid > 0:
-        flash_bwd_preprocess_kernel[(grid,)](
-            out,
-            dout,
-            lse,
-            None if dlse is None else dlse.contiguous(),
-            lse_padded,
-            delta,
-            t.cu_seqlens_q,
-            t.seqused_q,
-            launch.strides(out),
-            launch.strides(dout),
-            p.batch,
-            p.nheads,
-            p.seqlen_q,
-            t.q.shape[0] if p.layout == VARLEN else 0,
-            num_m_blocks,
-            HEAD_DIM_V=p.head_dim_v,
-            BLOCK_DV=launch.power_of_two(p.head_dim_v),
-            NATURAL=launch.natural(p),
-            **compat.launch_options(num_warps=4 if p.head_dim_v <= 128 else 8, num_stages=1),
-        )
-    return lse_padded, delta
+    if grid == 0:
+        return []
+    arguments = {
+        "out": Of("out"),
+        "dout": Of("dout"),
+        "lse": Of("lse"),
+        "dlse": None if dlse is None else Of("dlse"),
+        "lse_padded": Of("lse_padded"),
+        "delta_padded": Of("delta"),
+        "cu_seqlens_q": None if t.cu_seqlens_q is None else Of("cu_seqlens_q"),
+        "seqused_q": None if t.seqused_q is None else Of("seqused_q"),
+        **launch.row_strides(out=out, dout=dout),
+        "batch": p.batch,
+        "nheads": p.nheads,
+        "seqlen_q": p.seqlen_q,
+        "total_q": t.q.shape[0] if p.layout == VARLEN else 0,
+        "num_m_blocks": num_m_blocks,
+        "HEAD_DIM_V": p.head_dim_v,
+        "BLOCK_DV": launch.power_of_two(p.head_dim_v),
+        "NATURAL": launch.natural(p),
+    }
+    options = compat.launch_options(num_warps=4 if p.head_dim_v <= 128 else 8, num_stages=1)
+    return [Launch(flash_bwd_preprocess_kernel, grid, arguments, options)]
 
 
 def _dkdv(
     p: AttentionProblem,
-    qkvdo: tuple[Tensor, ...],
-    lse: Tensor,
-    delta: Tensor,
-    shared: dict[str, Any],
-    wanted: Wanted,
+    t: AttentionTensors,
+    call: dict[str, Tensor | None],
     config: TileConfig,
-) -> tuple[Tensor | None, Tensor | None]:
-    q, k, v, dout = qkvdo
-    dk = torch.empty(k.shape, dtype=k.dtype, device=k.device) if wanted.dk else None
-    dv = torch.empty(v.shape, dtype=v.dtype, device=v.device) if wanted.dv else None
+) -> list[Launch]:
+    """dK and dV: together, or one after the other."""
+    dout, dk, dv = call["dout"], call["dk"], call["dv"]
+    assert dout is not None
     num_n_blocks = -(-p.seqlen_k // config.BLOCK_N)
     grid = num_n_blocks * p.nheads_kv * p.batch
-    if grid == 0:  # no keys or no batch: nothing to write, but rows of no sequence
-        return tuple(None if x is None else x.zero_() for x in (dk, dv))  # type: ignore[return-value]
-    tiles = (config.BLOCK_M, shared["BLOCK_D"]), (config.BLOCK_M, shared["BLOCK_DV"])
-    (q_in, dout_in), use_tma = launch.streams((q, dout), tiles, config)
-    statistics = [lse, delta]
-    if use_tma:
-        statistics = [launch.statistics_descriptor(x, config.BLOCK_M) for x in statistics]
+    if grid == 0 or p.seqlen_q == 0:
+        return []
+    plan = []
     apart = config.separate and dk is not None and dv is not None
-    for dk_out, dv_out in ((dk, None), (None, dv)) if apart else ((dk, dv),):
-        flash_bwd_dkdv_kernel[(grid,)](
-            q_in,
-            k,
-            v,
-            dout_in,
-            *statistics,
-            dk_out,
-            dv_out,
+    for has_dk, has_dv in (
+        ((True, False), (False, True)) if apart else ((dk is not None, dv is not None),)
+    ):
+        shared = launch.shared_arguments(p, t)
+        tiles = (config.BLOCK_M, shared["BLOCK_D"]), (config.BLOCK_M, shared["BLOCK_DV"])
+        streamed, use_tma = launch.streams({"q": t.q, "dout": dout}, tiles, config)
+        arguments = {
+            **streamed,
+            "k": Of("k"),
+            "v": Of("v"),
+            **launch.statistics("lse_padded", "delta", call, config, use_tma),
+            "dk": Of("dk") if has_dk else None,
+            "dv": Of("dv") if has_dv else None,
             **launch.row_strides(
-                q=q, k=k, v=v, dout=dout, dk=k if dk is None else dk, dv=v if dv is None else dv
+                q=t.q,
+                k=t.k,
+                v=t.v,
+                dout=dout,
+                dk=t.k if dk is None else dk,
+                dv=t.v if dv is None else dv,
             ),
             **shared,
-            num_n_blocks=num_n_blocks,
-            section=launch.section(p, p.nheads_kv),
-            grad_scale=abs(p.softmax_scale),
-            **launch.options(config, use_tma, q),
-        )
-    return dk, dv
+            "num_n_blocks": num_n_blocks,
+            "section": launch.section(p, p.nheads_kv),
+            "grad_scale": abs(p.softmax_scale),
+            **launch.tiling(config, use_tma, t.q),
+        }
+        plan.append(Launch(flash_bwd_dkdv_kernel, grid, arguments, launch.options(config)))
+    return plan
 
 
 def _dq(
     p: AttentionProblem,
-    qkvdo: tuple[Tensor, ...],
-    lse: Tensor,
-    delta: Tensor,
-    shared: dict[str, Any],
+    t: AttentionTensors,
+    call: dict[str, Tensor | None],
     config: TileConfig,
-) -> Tensor:
-    q, k, v, dout = qkvdo
-    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+) -> list[Launch]:
+    dout, dq = call["dout"], call["dq"]
+    assert dout is not None and dq is not None
     num_m_blocks = -(-p.seqlen_q // config.BLOCK_M)
     grid = num_m_blocks * p.nheads * p.batch
     if grid == 0:
-        return dq.zero_()
+        return []
+    shared = launch.shared_arguments(p, t)
     tiles = (config.BLOCK_N, shared["BLOCK_D"]), (config.BLOCK_N, shared["BLOCK_DV"])
-    (k_in, v_in), use_tma = launch.streams((k, v), tiles, config)
-    flash_bwd_dq_kernel[(grid,)](
-        q,
-        k_in,
-        v_in,
-        dout,
-        lse,
-        delta,
-        dq,
-        **launch.row_strides(q=q, k=k, v=v, dout=dout, dq=dq),
+    streamed, use_tma = launch.streams({"k": t.k, "v": t.v}, tiles, config)
+    arguments = {
+        "q": Of("q"),
+        **streamed,
+        "dout": Of("dout"),
+        "lse": Of("lse_padded"),
+        "delta": Of("delta"),
+        "dq": Of("dq"),
+        **launch.row_strides(q=t.q, k=t.k, v=t.v, dout=dout, dq=dq),
         **shared,
-        num_m_blocks=num_m_blocks,
-        section=launch.section(p, p.nheads),
-        grad_scale=abs(p.softmax_scale),
-        **launch.options(config, use_tma, q),
-    )
-    return dq
-
-
-def bias_gradient(
-    p: AttentionProblem,
-    qkvdo: tuple[Tensor, ...],
-    lse: Tensor,
-    delta: Tensor,
-    attn_bias: Tensor,
-    shared: dict[str, Any],
-    config: TileConfig,
-) -> Tensor:
-    """Gradient of a floating bias, in its shape and dtype."""
-    q, k, v, dout = qkvdo
-    varlen = p.layout == VARLEN
-    dbias = torch.zeros(attn_bias.shape, dtype=attn_bias.dtype, device=attn_bias.device)
-    shape = (p.batch, *attn_bias.shape) if varlen else attn_bias.shape
-    one_row, one_column = not varlen and shape[2] == 1, shape[3] == 1
-    num_m_blocks = 1 if one_row else -(-p.seqlen_q // config.BLOCK_M)
-    num_n_blocks = 1 if one_column else -(-p.seqlen_k // config.BLOCK_N)
-    grid = num_n_blocks * num_m_blocks * shape[1] * shape[0]
-    if grid == 0:
-        return dbias
-    strides = dbias.stride() if dbias.dim() == 4 else (0, *dbias.stride())
-    flash_bwd_dbias_kernel[(grid,)](
-        q,
-        k,
-        v,
-        dout,
-        lse,
-        delta,
-        dbias,
-        **launch.row_strides(q=q, k=k, v=v, dout=dout),
-        **{name: x for name, x in shared.items() if name != "attn_mask"},
-        dbias_strides=strides,
-        bias_heads=shape[1],
-        heads_each=p.nheads // shape[1],
-        batches_each=p.batch // shape[0],
-        num_m_blocks=num_m_blocks,
-        num_n_blocks=num_n_blocks,
-        BLOCK_M=config.BLOCK_M,
-        BLOCK_N=config.BLOCK_N,
-        ONE_ROW=one_row,
-        ONE_COLUMN=one_column,
-        APPROX_TANH=launch.approx_tanh(q),
-        **compat.launch_options(config.num_warps, config.num_stages, config.maxnreg),
-    )
-    return dbias
-
-
-def sink_gradient(
-    p: AttentionProblem,
-    t: AttentionTensors,
-    lse: Tensor,
-    out: Tensor,
-    dout: Tensor,
-    dlse: Tensor | None,
-) -> Tensor:
-    """- sum over rows of exp(sink - lse) delta, (nheads,)."""
-    assert t.sink is not None
-    delta = (out.float() * dout.float()).sum(-1).transpose(-1, -2)  # as lse
-    if dlse is not None:
-        delta -= dlse
-    empty = lse == -torch.inf
-    p_sink = torch.exp(t.sink.to(lse.dtype)[:, None] - lse)
-    terms = (p_sink * delta).masked_fill(empty, 0.0)
-    return terms.sum(-1 if p.layout == VARLEN else (0, 2)).neg().to(t.sink.dtype)
+        "num_m_blocks": num_m_blocks,
+        "section": launch.section(p, p.nheads),
+        "grad_scale": abs(p.softmax_scale),
+        **launch.tiling(config, use_tma, t.q),
+    }
+    return [Launch(flash_bwd_dq_kernel, grid, arguments, launch.options(config))]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -14,35 +12,45 @@ from ...kernels.triton.fa1_fwd import fa1_fwd_kernel
 from ...tuning import lookup
 from ..base import AttentionTensors, Gradients, Wanted
 from . import launch
-from .bwd import bias_gradient, preprocess, sink_gradient
+from .bwd import given, preprocess, statistics
+from .launch import Launch, Of
+from .operands import add_operand_gradients
 
 
 def fwd(problem: AttentionProblem, tensors: AttentionTensors) -> tuple[Tensor, Tensor]:
     """out and lse; see ``Backend.fwd``."""
-    p, t = problem, tensors
+    p = problem
+    t = launch.with_positive_scale(p, tensors)
     config = lookup.config("fa1_fwd", launch.arch(t.q), p)
-    q = t.q.neg() if p.softmax_scale < 0 else t.q
-    out, lse = launch.outputs(p, q)
+    out, lse = launch.outputs(p, t.q)
     if out.shape[-3] * p.nheads * p.batch == 0:
         return out.zero_(), lse
-    shared = launch.shared_arguments(p, t)
-    tiles = ((config.BLOCK_M, shared["BLOCK_D"]),)
-    (q_in,), use_tma = launch.streams((q,), tiles, config)
-    rows = _scratch_rows(p, q, config)
-    fa1_fwd_kernel[(p.nheads * p.batch,)](
-        q_in,
-        t.k,
-        t.v,
-        out,
-        lse,
-        *(_scratch(p, q, rows, width) for width in (shared["BLOCK_DV"], 1, 1)),
-        sink=t.sink,
-        **launch.row_strides(q=q, k=t.k, v=t.v, out=out),
-        **shared,
-        scratch_rows=rows,
-        **launch.options(config, use_tma, q),
-    )
+    call = launch.operands(t)
+    facts = ("fa1_fwd", p, config, launch.precision(p.dtype))
+    plan = launch.plans.find(facts, call, lambda: [_fwd(p, t, out, config)])
+    rows, width = _scratch_rows(p, t.q, config), launch.power_of_two(p.head_dim_v)
+    running = {
+        name: _scratch(p, t.q, rows, n)
+        for name, n in (("o_scratch", width), ("m_scratch", 1), ("l_scratch", 1))
+    }
+    launch.run(plan, call | running | {"out": out, "lse": lse})
     return out, lse
+
+
+def _fwd(p: AttentionProblem, t: AttentionTensors, out: Tensor, config: TileConfig) -> Launch:
+    shared = launch.shared_arguments(p, t)
+    streamed, use_tma = launch.streams({"q": t.q}, ((config.BLOCK_M, shared["BLOCK_D"]),), config)
+    arguments = {
+        **streamed,
+        **{name: Of(name) for name in ("k", "v", "out", "lse")},
+        **{name: Of(name) for name in ("o_scratch", "m_scratch", "l_scratch")},
+        "sink": None if t.sink is None else Of("sink"),
+        **launch.row_strides(q=t.q, k=t.k, v=t.v, out=out),
+        **shared,
+        "scratch_rows": _scratch_rows(p, t.q, config),
+        **launch.tiling(config, use_tma, t.q),
+    }
+    return Launch(fa1_fwd_kernel, p.nheads * p.batch, arguments, launch.options(config))
 
 
 def bwd(
@@ -55,64 +63,53 @@ def bwd(
     wanted: Wanted,
 ) -> Gradients:
     """See ``Backend.bwd``; dQ, dK and dV come from one kernel, wanted or not."""
-    p, t = problem, tensors
-    arch = launch.arch(t.q)
+    p = problem
+    t = launch.with_positive_scale(p, tensors)
+    config = lookup.config("fa1_bwd", launch.arch(t.q), p)
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (t.q, t.k, t.v))
+    lse_padded, delta = statistics(p, t.q)
+    call = given(t, out, lse, dout, dlse)
+    call |= {"lse_padded": lse_padded, "delta": delta, "dq": dq, "dk": dk, "dv": dv}
+    if p.nheads_kv * p.batch == 0:
+        return Gradients(dq.zero_(), dk.zero_(), dv.zero_())
+
+    def make() -> list[Launch]:
+        return [*preprocess(p, t, out, dout, dlse), _bwd(p, t, call, config)]
+
+    facts = ("fa1_bwd", p, config, launch.precision(p.dtype))
+    plan = launch.plans.find(facts, call, make)
+    rows = _scratch_rows(p, t.q, config)
+    scratch = _scratch(p, t.q, rows, launch.power_of_two(p.head_dim))
+    launch.run(plan, call | {"dq_scratch": scratch})
     if p.softmax_scale < 0:
-        t = launch.with_q(t, t.q.neg())
-    lse_padded, delta = preprocess(p, t, out, lse, dout, dlse)
-    grads = Gradients()
-    if wanted.dq or wanted.dk or wanted.dv:
-        grads = _dqkv(p, t, dout, lse_padded, delta, lookup.config("fa1_bwd", arch, p))
-        if p.softmax_scale < 0:
-            assert grads.dq is not None
-            grads.dq.neg_()
-    if wanted.dbias:
-        assert t.attn_bias is not None
-        shared = launch.shared_arguments(p, t)
-        config = lookup.config("bwd_dbias", arch, p)
-        rows = (t.q, t.k, t.v, dout)
-        grads.dbias = bias_gradient(p, rows, lse_padded, delta, t.attn_bias, shared, config)
-    if wanted.dsink:
-        assert t.sink is not None
-        grads.dsink = sink_gradient(p, t, lse, out, dout, dlse)
+        dq.neg_()
+    grads = Gradients(dq, dk, dv)
+    add_operand_gradients(grads, wanted, p, t, call)
     return grads
 
 
-def _dqkv(
+def _bwd(
     p: AttentionProblem,
     t: AttentionTensors,
-    dout: Tensor,
-    lse: Tensor,
-    delta: Tensor,
+    call: dict[str, Tensor | None],
     config: TileConfig,
-) -> Gradients:
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (t.q, t.k, t.v))
-    if p.nheads_kv * p.batch == 0:
-        return Gradients(dq.zero_(), dk.zero_(), dv.zero_())
+) -> Launch:
+    dout, dq, dk, dv = (call[name] for name in ("dout", "dq", "dk", "dv"))
+    assert dout is not None and dq is not None and dk is not None and dv is not None
     shared = launch.shared_arguments(p, t)
     tiles = (config.BLOCK_M, shared["BLOCK_D"]), (config.BLOCK_M, shared["BLOCK_DV"])
-    (q_in, dout_in), use_tma = launch.streams((t.q, dout), tiles, config)
-    statistics: list[Any] = [lse, delta]
-    if use_tma:
-        statistics = [launch.statistics_descriptor(x, config.BLOCK_M) for x in (lse, delta)]
-    rows = _scratch_rows(p, t.q, config)
-    fa1_bwd_kernel[(p.nheads_kv * p.batch,)](
-        q_in,
-        t.k,
-        t.v,
-        dout_in,
-        *statistics,
-        dq,
-        dk,
-        dv,
-        _scratch(p, t.q, rows, shared["BLOCK_D"]),
+    streamed, use_tma = launch.streams({"q": t.q, "dout": dout}, tiles, config)
+    arguments = {
+        **streamed,
+        **launch.statistics("lse_padded", "delta", call, config, use_tma),
+        **{name: Of(name) for name in ("k", "v", "dq", "dk", "dv", "dq_scratch")},
         **launch.row_strides(q=t.q, k=t.k, v=t.v, dout=dout, dq=dq, dk=dk, dv=dv),
         **shared,
-        scratch_rows=rows,
-        grad_scale=abs(p.softmax_scale),
-        **launch.options(config, use_tma, t.q),
-    )
-    return Gradients(dq, dk, dv)
+        "scratch_rows": _scratch_rows(p, t.q, config),
+        "grad_scale": abs(p.softmax_scale),
+        **launch.tiling(config, use_tma, t.q),
+    }
+    return Launch(fa1_bwd_kernel, p.nheads_kv * p.batch, arguments, launch.options(config))
 
 
 def _scratch_rows(p: AttentionProblem, q: Tensor, config: TileConfig) -> int:

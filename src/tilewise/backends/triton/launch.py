@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import copy
+from collections.abc import Callable
+from dataclasses import fields, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +24,8 @@ FAR = 2**30
 # The smallest scale that still hides masked scores (0 times -inf is NaN).
 TINY = 2.0**-126
 
+_FIELDS = tuple(field.name for field in fields(AttentionTensors))
+
 
 @lru_cache
 def _arch(index: int) -> str:
@@ -34,6 +38,101 @@ def _arch(index: int) -> str:
 def arch(x: Tensor) -> str:
     """What tuning tables call x's device: "sm_90", "gfx942"; "interpret" on a CPU."""
     return _arch(x.device.index) if x.is_cuda else "interpret"
+
+
+class Of(NamedTuple):
+    """Stands for a call's tensor among a launch's arguments, directly or in a descriptor."""
+
+    name: str
+    descriptor: Any = None
+
+
+class Launch:
+    """One launch of a kernel, for tensors of one layout: what is worked out once.
+
+    The first call goes through Triton's own launcher, which compiles; later ones hand the tensors
+    to the compiled kernel.
+
+    Args:
+        kernel: the kernel.
+        grid: number of programs.
+        arguments: the kernel's arguments by name, with ``Of`` in place of tensors.
+        options: of the compiler.
+    """
+
+    __slots__ = ("_compiled", "_descriptors", "_grid", "_kernel", "_options", "_tensors", "_values")
+
+    def __init__(
+        self, kernel: Any, grid: int, arguments: dict[str, Any], options: dict[str, Any]
+    ) -> None:
+        self._kernel, self._grid, self._options = kernel, grid, options
+        self._compiled: Any = None
+        self._values: list[Any] = [arguments[name] for name in kernel.arg_names]
+        self._tensors: list[tuple[int, str]] = []
+        self._descriptors: list[tuple[int, str, Any]] = []
+        for place, value in enumerate(self._values):
+            if isinstance(value, Of):
+                self._values[place] = None
+                if value.descriptor is None:
+                    self._tensors.append((place, value.name))
+                else:
+                    value.descriptor.base = None  # holds no memory
+                    self._descriptors.append((place, value.name, value.descriptor))
+
+    def __call__(self, tensors: dict[str, Tensor | None]) -> None:
+        """Launches with these tensors."""
+        values = self._values.copy()
+        for place, name in self._tensors:
+            values[place] = tensors[name]
+        for place, name, template in self._descriptors:
+            values[place] = made = copy.copy(template)
+            made.base = tensors[name]
+        if self._compiled is not None:
+            self._compiled[(self._grid, 1, 1)](*values)
+        else:
+            self._compiled = self._kernel[(self._grid,)](*values, **self._options)
+
+
+class Plans:
+    """Launches by what a call is: the problem, its configurations and its tensors' layouts."""
+
+    MOST = 4096
+
+    def __init__(self) -> None:
+        self._found: dict[Any, list[Launch]] = {}
+
+    def find(
+        self,
+        facts: tuple[Any, ...],
+        tensors: dict[str, Tensor | None],
+        make: Callable[[], list[Launch]],
+    ) -> list[Launch]:
+        """The launches of a call, made when no call like it came before."""
+        layouts = tuple(
+            None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15)
+            for x in tensors.values()
+        )
+        key = (facts, layouts)
+        plan = self._found.get(key)
+        if plan is None:
+            if len(self._found) >= self.MOST:
+                self._found.clear()
+            plan = self._found[key] = make()
+        return plan
+
+
+plans = Plans()
+
+
+def operands(t: AttentionTensors) -> dict[str, Tensor | None]:
+    """A call's tensors by name."""
+    return {name: getattr(t, name) for name in _FIELDS}
+
+
+def run(plan: list[Launch], tensors: dict[str, Tensor | None]) -> None:
+    """Launches one after another."""
+    for one in plan:
+        one(tensors)
 
 
 def power_of_two(n: int, least: int = 16) -> int:
@@ -71,12 +170,12 @@ def suits_tma(x: Tensor) -> bool:
 
 def descriptor(x: Tensor, rows: int, block_d: int) -> Any:
     """A tensor descriptor of tiles of ``rows`` rows of one head."""
-    x4 = x if x.dim() == 4 else x[None]
-    strides4 = [
-        x4[0].numel() if n == 1 else st for n, st in zip(x4.shape, x4.stride(), strict=True)
-    ]
-    strides4 = [-(-st * x.element_size() // 16) * 16 // x.element_size() for st in strides4[:3]]
-    return compat.tensor_descriptor(x4, list(x4.shape), [*strides4, 1], [1, rows, 1, block_d])
+    shape, steps = (x.shape, x.stride()) if x.dim() == 4 else ((1, *x.shape), (0, *x.stride()))
+    unit = 16 // x.element_size()
+    # a dimension of size one has any stride, here one of whole units
+    wide = -(-x.numel() // unit) * unit
+    steps = tuple(wide if n == 1 else st for n, st in zip(shape[:3], steps[:3], strict=True))
+    return compat.tensor_descriptor(x, list(shape), [*steps, 1], [1, rows, 1, block_d])
 
 
 def section(problem: AttentionProblem, heads: int) -> int:
@@ -89,9 +188,10 @@ def section(problem: AttentionProblem, heads: int) -> int:
     return max(1, min(together, problem.batch * heads))
 
 
-def with_q(tensors: AttentionTensors, q: Tensor) -> AttentionTensors:
-    """The same call with other queries."""
-    return replace(tensors, q=q)
+def with_positive_scale(problem: AttentionProblem, t: AttentionTensors) -> AttentionTensors:
+    """The same call, with a negative scale's sign moved to the queries: a maximum of scores is
+    then the scaled maximum of the products."""
+    return replace(t, q=t.q.neg()) if problem.softmax_scale < 0 else t
 
 
 def outputs(problem: AttentionProblem, q: Tensor) -> tuple[Tensor, Tensor]:
@@ -106,23 +206,32 @@ def outputs(problem: AttentionProblem, q: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def streams(
-    tensors: tuple[Tensor, ...], tiles: tuple[tuple[int, int], ...], config: TileConfig
-) -> tuple[list[Any], bool]:
+    tensors: dict[str, Tensor], tiles: tuple[tuple[int, int], ...], config: TileConfig
+) -> tuple[dict[str, Any], bool]:
     """The tensors that a kernel's loop walks through as it takes them, and whether through TMA.
 
     A tile that stays for the whole loop is always read by pointers: the compiler then leaves it in
     shared memory, where WGMMA reads it, and does not hold it in registers.
     """
-    if not (config.use_tma and all(suits_tma(x) for x in tensors)):
-        return list(tensors), False
-    return [descriptor(x, *tile) for x, tile in zip(tensors, tiles, strict=True)], True
+    if not (config.use_tma and all(suits_tma(x) for x in tensors.values())):
+        return {name: Of(name) for name in tensors}, False
+    made = zip(tensors.items(), tiles, strict=True)
+    return {name: Of(name, descriptor(x, *tile)) for (name, x), tile in made}, True
 
 
-def statistics_descriptor(x: Tensor, rows: int) -> Any:
-    """A tensor descriptor of ``rows`` values of a line of a (heads, rows) matrix."""
-    from triton.tools.tensor_descriptor import TensorDescriptor
+def statistics(
+    lse: str, delta: str, tensors: dict[str, Tensor | None], config: TileConfig, use_tma: bool
+) -> dict[str, Of]:
+    """The backward's own lse and delta, of these names, as a kernel's loop takes them."""
 
-    return TensorDescriptor(x, list(x.shape), [x.shape[1], 1], [1, rows])
+    def of(name: str) -> Of:
+        x = tensors[name]
+        if not use_tma or x is None:
+            return Of(name)
+        template = compat.tensor_descriptor(x, list(x.shape), [x.shape[1], 1], [1, config.BLOCK_M])
+        return Of(name, template)
+
+    return {"lse": of(lse), "delta": of(delta)}
 
 
 def row_strides(**tensors: Tensor) -> dict[str, tuple[int, int, int, int]]:
@@ -136,15 +245,19 @@ def approx_tanh(q: Tensor) -> bool:
     return q.is_cuda and torch.version.hip is None and q.dtype != torch.float32
 
 
-def options(config: TileConfig, use_tma: bool, q: Tensor) -> dict[str, Any]:
+def tiling(config: TileConfig, use_tma: bool, q: Tensor) -> dict[str, Any]:
     """What a configuration sets in every kernel that has TMA."""
     return {
         "BLOCK_M": config.BLOCK_M,
         "BLOCK_N": config.BLOCK_N,
         "USE_TMA": use_tma,
         "APPROX_TANH": approx_tanh(q),
-        **compat.launch_options(config.num_warps, config.num_stages, config.maxnreg),
     }
+
+
+def options(config: TileConfig) -> dict[str, Any]:
+    """What a configuration tells the compiler."""
+    return compat.launch_options(config.num_warps, config.num_stages, config.maxnreg)
 
 
 def natural(problem: AttentionProblem) -> bool:
@@ -169,15 +282,11 @@ def shared_arguments(problem: AttentionProblem, t: AttentionTensors) -> dict[str
         )
         bias_strides = bias_strides if bias.dim() == 4 else (0, *bias_strides)  # type: ignore[assignment]
     scale = abs(p.softmax_scale)
+    operands = ("alibi_slopes", "seed", "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
     return {
-        "attn_bias": None if boolean else bias,
-        "attn_mask": bias if boolean else None,
-        "alibi_slopes": slopes,
-        "seed": t.seed,
-        "cu_seqlens_q": t.cu_seqlens_q,
-        "cu_seqlens_k": t.cu_seqlens_k,
-        "seqused_q": t.seqused_q,
-        "seqused_k": t.seqused_k,
+        "attn_bias": None if boolean or bias is None else Of("attn_bias"),
+        "attn_mask": Of("attn_bias") if boolean else None,
+        **{name: None if getattr(t, name) is None else Of(name) for name in operands},
         "bias_strides": bias_strides,
         "slope_strides": slope_strides,
         "batch": p.batch,

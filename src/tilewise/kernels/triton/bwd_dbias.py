@@ -82,14 +82,13 @@ def flash_bwd_dbias_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     ONE_ROW: tl.constexpr,
-    ONE_COLUMN: tl.constexpr,
     PRECISION: tl.constexpr,
     APPROX_TANH: tl.constexpr,
 ):
     """Gradient of a bias, summed over whatever it was broadcast over.
 
     Computes: dbias = sum of dS (in natural units, before the derivative of softcap) over the batch
-        entries, heads, rows (ONE_ROW) and keys (ONE_COLUMN) that share an element of the bias.
+        entries, heads and rows (ONE_ROW) that share an element of the bias.
     Grid: flat over key tiles, row tiles, bias heads and bias batch entries; a program owns one tile
         of the bias and visits everything that reads it in a fixed order, so that nothing of size
         N x N but the bias's own gradient is held, and no addition is atomic.
@@ -141,7 +140,7 @@ def flash_bwd_dbias_kernel(
             delta_i = load_statistics(delta_h, m_start, BLOCK_M, False)
             i = (m_start + tl.arange(0, BLOCK_M))[:, None]
             n_from = tl.maximum(n_tile * BLOCK_N, n_first // BLOCK_N * BLOCK_N)
-            n_to = n_stop if ONE_COLUMN else tl.minimum((n_tile + 1) * BLOCK_N, n_stop)
+            n_to = tl.minimum((n_tile + 1) * BLOCK_N, n_stop)
             for n_start in range(n_from, n_to, BLOCK_N):
                 k_tile = load_rows(
                     K, n_start, n_first, n_stop, BLOCK_N, HEAD_DIM, BLOCK_D, False, True
@@ -167,12 +166,8 @@ def flash_bwd_dbias_kernel(
     rows = base + tl.cast(offs_m, tl.int64) * dbias_strides[2]
     columns = tl.cast(offs_n, tl.int64) * dbias_strides[3]
     dtype = dbias.dtype.element_ty
-    if ONE_ROW and ONE_COLUMN:
-        tl.store(base, tl.sum(tl.sum(total, 1), 0).to(dtype))
-    elif ONE_ROW:
+    if ONE_ROW:
         tl.store(base + columns, tl.sum(total, 0).to(dtype), mask=offs_n < seqlen_k)
-    elif ONE_COLUMN:
-        tl.store(rows, tl.sum(total, 1).to(dtype), mask=offs_m < length)
     else:
         inside = (offs_m < length)[:, None] & (offs_n < seqlen_k)[None, :]
         tl.store(rows[:, None] + columns[None, :], total.to(dtype), mask=inside)

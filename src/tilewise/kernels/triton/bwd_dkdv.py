@@ -8,6 +8,7 @@ from .gradient import probabilities, score_gradient
 from .score import bias_of, slope_of
 from .tiles import (
     clear_slack,
+    keys_of,
     load_rows,
     load_statistics,
     padded_statistics_of,
@@ -183,17 +184,18 @@ def flash_bwd_dkdv_kernel(
         return
 
     MASK = used_q, used_k, window_left, window_right
+    n_first, n_stop = keys_of(0, used_q, MASK)  # keys that no row sees may hold anything
     K = source(k, k_strides, batch_id, start_k, head_kv, cu_seqlens_k, False)
     V = source(v, v_strides, batch_id, start_k, head_kv, cu_seqlens_k, False)
     # TMA fills the end of a dense tensor with zeros by itself
     CUT_Q: tl.constexpr = not USE_TMA or cu_seqlens_q is not None
-    k_tile = load_rows(K, n_start, 0, used_k, BLOCK_N, HEAD_DIM, BLOCK_D, False, True)
+    k_tile = load_rows(K, n_start, n_first, n_stop, BLOCK_N, HEAD_DIM, BLOCK_D, False, True)
     # what is not wanted is one number that nothing changes
     v_tile = tl.zeros((), tl.float32)
     acc_dk = tl.zeros((), tl.float32)
     acc_dv = tl.zeros((), tl.float32)
     if dk is not None:
-        v_tile = load_rows(V, n_start, 0, used_k, BLOCK_N, HEAD_DIM_V, BLOCK_DV, False, True)
+        v_tile = load_rows(V, n_start, n_first, n_stop, BLOCK_N, HEAD_DIM_V, BLOCK_DV, False, True)
         acc_dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     if dv is not None:
         acc_dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)

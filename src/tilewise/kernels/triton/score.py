@@ -41,11 +41,11 @@ def bias_of(x, strides, batch_id, head, start):
 
 
 @triton.jit
-def load_scores(x, stride_m, stride_n, i, j, MASK):
-    """Elements (i, j) of a bias or mask, zero outside the sequence."""
+def load_scores(x, stride_m, stride_n, i, j, MASK, OUTSIDE: tl.constexpr):
+    """Elements (i, j) of a bias or mask, OUTSIDE what is outside of the sequence."""
     inside = (i < MASK[0]) & (j < MASK[1])
     pointers = x + tl.cast(i, tl.int64) * stride_m + tl.cast(j, tl.int64) * stride_n
-    return tl.load(pointers, mask=inside, other=0)
+    return tl.load(pointers, mask=inside, other=OUTSIDE)
 
 
 @triton.jit
@@ -97,9 +97,11 @@ def scores(x, i, j, SCORE, MASK, MASKED: tl.constexpr, APPROX_TANH: tl.constexpr
         else:
             s -= (slope * LOG2E) * distance
     if bias is not None:
-        s += load_scores(bias, stride_m, stride_n, i, j, MASK).to(tl.float32)
+        # where it hides, a key may be NaN: there, and in rows that do not exist, nothing is added
+        added = load_scores(bias, stride_m, stride_n, i, j, MASK, NEG_INF).to(tl.float32)
+        s = tl.where(added == NEG_INF, NEG_INF, s + added)
     if mask is not None:
-        s = tl.where(load_scores(mask, stride_m, stride_n, i, j, MASK) != 0, s, NEG_INF)
+        s = tl.where(load_scores(mask, stride_m, stride_n, i, j, MASK, 0) != 0, s, NEG_INF)
     if MASKED:
         s = tl.where(visible(i, j, MASK), s, NEG_INF)
     return s, dcap
