@@ -163,13 +163,14 @@ def bind_sdpa(backend: SDPBackend) -> Callable[[Shape], Attend]:
 
 
 def bind_eager(shape: Shape) -> Attend:
-    """Standard attention in the tensors' dtype: matmul, masked softmax, dropout, matmul."""
+    """Standard attention in the tensors' dtype, as it is usually written: each step makes a new
+    tensor. Matmul, scale, mask, softmax, dropout, matmul."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        s = (q * (1.0 / math.sqrt(q.shape[-1]))) @ k.mT
+        s = q @ k.mT / math.sqrt(q.shape[-1])
         if shape.causal:
             hidden = torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device).triu_(1)
-            s = s.masked_fill_(hidden, float("-inf"))
+            s = s.masked_fill(hidden, float("-inf"))
         p = torch.softmax(s, dim=-1)
         del s
         return (F.dropout(p, shape.dropout_p) if shape.dropout_p > 0 else p) @ v
