@@ -94,7 +94,11 @@ def test_any_strides_give_what_a_contiguous_copy_gives(layout, triton_engine, lo
     want = results(copied, dout.contiguous(), causal=True, **triton_engine)
     for name, x in got.items():
         assert x.is_contiguous(), name
-        torch.testing.assert_close(x, want[name], msg=lambda m, n=name: f"{n}: {m}")
+        # rows by pointers and rows by TMA go through different instructions: a rounding apart
+        ulp = 2 * torch.finfo(x.dtype).eps * want[name].abs().max().item()
+        torch.testing.assert_close(
+            x, want[name], rtol=0, atol=ulp, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 BIAS_SHAPES = [

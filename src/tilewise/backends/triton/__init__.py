@@ -41,13 +41,13 @@ class TritonBackend:
         """See ``Backend.supports``."""
         p = problem
         reasons = []
-        if p.device == "cpu" and interpreted():
-            if p.dtype == "bfloat16":
-                reasons.append("Triton's interpreter computes bfloat16 products wrongly")
-        elif p.device != "cuda":
+        on_cpu = p.device == "cpu" and interpreted()
+        if p.device != "cuda" and not on_cpu:
             reasons.append(f"computes on a GPU, and the tensors are on {p.device}")
-        if importlib.util.find_spec("triton") is None:
+        elif importlib.util.find_spec("triton") is None:
             reasons.append("triton is not installed: pip install 'tilewise[triton]'")
+        elif on_cpu and p.dtype == "bfloat16":
+            reasons.append("Triton's interpreter computes bfloat16 products wrongly")
         for name, width in (("head_dim", p.head_dim), ("head_dim_v", p.head_dim_v)):
             if width > MAX_HEAD_DIM:
                 reasons.append(f"{name} {width} is over {MAX_HEAD_DIM}")
