@@ -11,8 +11,7 @@ from .tools import BACKENDS, DTYPES
 INTERPRETED = {"triton-fa2": {"backend": "triton", "algorithm": "fa2"}} if interpreted() else {}
 # Triton's interpreter is slow and has neither float64 nor bfloat16 products: of the tests that take
 # a dtype it runs those in float16, and of the others all that are not named here.
-NOT_INTERPRETED = {
-}
+NOT_INTERPRETED = {}
 
 
 def pytest_collection_modifyitems(config, items):
@@ -34,9 +33,7 @@ def pytest_collection_modifyitems(config, items):
     items[:] = [item for item in items if id(item) not in gone]
 
 
-@pytest.fixture(
-    params=[*BACKENDS.values(), *INTERPRETED.values()], ids=[*BACKENDS, *INTERPRETED]
-)
+@pytest.fixture(params=[*BACKENDS.values(), *INTERPRETED.values()], ids=[*BACKENDS, *INTERPRETED])
 def backend(request):
     return request.param
 

@@ -128,8 +128,9 @@ def commit() -> tuple[str | None, bool | None]:
     A package that git does not track, such as an installed one, has the commit that the environment
     variable TILEWISE_COMMIT names, and nothing is known of its being dirty.
     """
-    if _git("ls-files", "--error-unmatch", "__init__.py") is None:
-        return os.environ.get(COMMIT_VARIABLE), None
+    named = os.environ.get(COMMIT_VARIABLE)
+    if named is not None or _git("ls-files", "--error-unmatch", "__init__.py") is None:
+        return named, None
     return _git("rev-parse", "HEAD"), bool(_git("status", "--porcelain", "--", "."))
 
 

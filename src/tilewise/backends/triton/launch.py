@@ -25,6 +25,8 @@ FAR = 2**30
 TINY = 2.0**-126
 
 _FIELDS = tuple(field.name for field in fields(AttentionTensors))
+# Operands whose strides no kernel is told.
+_FLAT = ("sink", "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
 
 
 @lru_cache
@@ -126,7 +128,11 @@ plans = Plans()
 
 def operands(t: AttentionTensors) -> dict[str, Tensor | None]:
     """A call's tensors by name."""
-    return {name: getattr(t, name) for name in _FIELDS}
+    found: dict[str, Tensor | None] = {name: getattr(t, name) for name in _FIELDS}
+    for name in _FLAT:
+        if (x := found[name]) is not None:
+            found[name] = x.contiguous()
+    return found
 
 
 def run(plan: list[Launch], tensors: dict[str, Tensor | None]) -> None:
