@@ -12,9 +12,11 @@ from tilewise.bench.providers import PROVIDERS, Shape
 def test_the_board_names_the_commit_of_a_checkout(monkeypatch):
     answers = {"ls-files": "__init__.py", "rev-parse": "abc", "status": " M api.py"}
     monkeypatch.setattr(results, "_git", lambda *arguments: answers[arguments[0]])
-    monkeypatch.setenv(results.COMMIT_VARIABLE, "other")
+    monkeypatch.delenv(results.COMMIT_VARIABLE, raising=False)
     board = results.board()
     assert (board["commit"], board["dirty"]) == ("abc", True)
+    monkeypatch.setenv(results.COMMIT_VARIABLE, "named")  # of a copy whose history is another's
+    assert results.commit() == ("named", None)
     assert (board["torch"], board["threads"]) == (torch.__version__, torch.get_num_threads())
 
 

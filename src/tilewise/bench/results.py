@@ -125,8 +125,8 @@ def _git(*arguments: str) -> str | None:
 def commit() -> tuple[str | None, bool | None]:
     """(commit, dirty) of the checkout that holds the package.
 
-    A package that git does not track, such as an installed one, has the commit that the environment
-    variable TILEWISE_COMMIT names, and nothing is known of its being dirty.
+    The environment variable TILEWISE_COMMIT comes first, for a package that git does not track or a
+    copy beside another history; nothing is then known of its being dirty.
     """
     named = os.environ.get(COMMIT_VARIABLE)
     if named is not None or _git("ls-files", "--error-unmatch", "__init__.py") is None:

@@ -30,7 +30,7 @@ _EPILOG = f"""suites:
                      in bfloat16, on a CPU a tiny one
 
 environment:
-  {COMMIT_VARIABLE}    the commit that result files name where the package is not in a git checkout
+  {COMMIT_VARIABLE}    the commit that result files name before what git says
 
 Results are written after each cell, whole or not at all, so a run that is killed leaves them."""
 
