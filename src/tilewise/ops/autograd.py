@@ -111,6 +111,14 @@ class AttentionBackward(torch.autograd.Function):
         return vmap.bwd_rule(AttentionBackward.apply, info, (*in_dims[:-1], None), arguments)
 
 
+def _differentiable_bwd(*arguments: Any) -> Any:
+    """The backward: differentiable in its turn where that may be asked for."""
+    if torch.is_grad_enabled() or _transformed():
+        return AttentionBackward.apply(*arguments[:-1], tuple(arguments[-1]))
+    with torch._C._AutoDispatchBelowAutograd():
+        return flash_attn_bwd(*arguments)
+
+
 class Attention(torch.autograd.Function):
     """``flash_attn_fwd`` for torch.func's transforms."""
 
@@ -126,16 +134,26 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
         """The operator's rule, with a backward that can be transformed again."""
-
-        def bwd(*arguments: Any) -> Any:
-            return AttentionBackward.apply(*arguments[:-1], tuple(arguments[-1]))
-
-        return _fwd_backward(bwd, ctx, *cotangents)
+        return _fwd_backward(_differentiable_bwd, ctx, *cotangents)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *arguments: Any) -> Any:
         """The operator's rule."""
         return vmap.fwd_rule(Attention.apply, info, in_dims, arguments)
+
+
+class EagerAttention(torch.autograd.Function):
+    """``Attention`` in the form that costs least to call and knows no transforms."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
+        """The operator."""
+        with torch._C._AutoDispatchBelowAutograd():
+            found: tuple[Tensor, Tensor] = flash_attn_fwd(*arguments)
+        _fwd_context(ctx, arguments, found)
+        return found
+
+    backward = Attention.backward
 
 
 def register() -> None:
@@ -154,11 +172,13 @@ def register() -> None:
 
 def attention(arguments: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
     """out and lse: by the operator or, where a derivative may be asked for, by ``Attention``."""
-    if torch.compiler.is_compiling() or not (torch.is_grad_enabled() or _transformed()):
-        found: tuple[Tensor, Tensor] = flash_attn_fwd(*arguments)
-        return found
-    # the same rules, at a third of what torch's look-up of an operator's schema costs
-    found = Attention.apply(*arguments)
+    if torch.compiler.is_compiling():
+        call: Callable[..., Any] = flash_attn_fwd
+    elif _transformed():
+        call = Attention.apply
+    else:  # torch's look-up of an operator's derivative costs more than the call
+        call = EagerAttention.apply if torch.is_grad_enabled() else flash_attn_fwd
+    found: tuple[Tensor, Tensor] = call(*arguments)
     return found
 
 
