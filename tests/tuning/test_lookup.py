@@ -149,3 +149,10 @@ def test_what_is_not_legal_says_why(
     assert not feasible.reasons_against(PLAIN, replace(key, kernel="fwd"), "sm_90")
     reasons = feasible.reasons_against(replace(PLAIN, **change), key, arch)
     assert any(word in reason for reason in reasons), reasons
+
+
+def test_values_much_narrower_than_queries_get_tiles_that_compile_right():
+    narrow = replace(problem(), head_dim=256, head_dim_v=32)
+    assert lookup.config("fwd", "sm_90", narrow) == TileConfig(32, 32, 4, 1)
+    wider = replace(problem(), head_dim=256, head_dim_v=64)
+    assert lookup.config("fwd", "sm_90", wider) != TileConfig(32, 32, 4, 1)

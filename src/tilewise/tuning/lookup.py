@@ -51,6 +51,11 @@ _FLOAT32_ELEMENTS = {
     512: 16 * 16,
 }
 
+# With values this many times narrower than queries Triton 3.6 reads past the end of shared memory
+# (seen on sm_90 at 256 and 16, in tiles that use WGMMA); tiles too small for WGMMA are right.
+_TOO_NARROW = 8
+_SMALL = TileConfig(32, 32, 4, 1)
+
 _PINNED: dict[str, TileConfig] = {}
 
 
@@ -156,6 +161,8 @@ def config(kernel: str, arch: str, problem: AttentionProblem) -> TileConfig:
     """
     if kernel in _PINNED:
         return _PINNED[kernel]
+    if problem.head_dim_v * _TOO_NARROW <= problem.head_dim:
+        return _SMALL
     return find(row_key(kernel, problem), arch)
 
 
