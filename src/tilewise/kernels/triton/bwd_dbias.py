@@ -3,7 +3,8 @@
 import triton
 import triton.language as tl
 
-from .gradient import dropped, probabilities, score_gradient
+from .dropout import kept
+from .gradient import probabilities, score_gradient
 from .score import bias_of, slope_of
 from .tiles import (
     keys_of,
@@ -152,9 +153,9 @@ def flash_bwd_dbias_kernel(
                 x = tl.dot(q_tile, k_tile.T, input_precision=PRECISION)
                 p = probabilities(x, i, j, lse_i[:, None], SCORE, MASK, True, APPROX_TANH)[0]
                 dp = tl.dot(do_tile, v_tile.T, input_precision=PRECISION)
-                dp = dropped(p, dp, m_start, n_start, DROPOUT, keep_scale, False, BLOCK_M, BLOCK_N)[
-                    1
-                ]
+                if DROPOUT[0] is not None:
+                    keep = kept(DROPOUT, m_start, n_start, BLOCK_M, BLOCK_N)
+                    dp = tl.where(keep, dp * keep_scale, 0.0)
                 total += score_gradient(p, dp, delta_i[:, None], SCORE)
 
     # rows are counted from the tensor's first, which in a packed tensor is not the sequence's

@@ -3,7 +3,8 @@
 import triton
 import triton.language as tl
 
-from .gradient import dropped, probabilities, score_gradient
+from .dropout import kept
+from .gradient import probabilities, score_gradient
 from .score import bias_of, slope_of
 from .tiles import (
     clear_slack,
@@ -58,7 +59,9 @@ def _accumulate(
         x = tl.dot(q, k.T, input_precision=PRECISION)  # (BLOCK_M, BLOCK_N)
         p, dcap = probabilities(x, i, j, lse_i[:, None], SCORE, MASK, MASKED, APPROX_TANH)
         dp = tl.dot(do, v.T, input_precision=PRECISION)  # (BLOCK_M, BLOCK_N)
-        dp = dropped(p, dp, m_start, n_start, DROPOUT, keep_scale, False, BLOCK_M, BLOCK_N)[1]
+        if DROPOUT[0] is not None:
+            keep = kept(DROPOUT, m_start, n_start, BLOCK_M, BLOCK_N)
+            dp = tl.where(keep, dp * keep_scale, 0.0)
         ds = score_gradient(p, dp, delta_i[:, None], SCORE)
         if SCORE[1] is not None:
             ds = ds * dcap

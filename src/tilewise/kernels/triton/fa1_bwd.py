@@ -3,7 +3,8 @@
 import triton
 import triton.language as tl
 
-from .gradient import dropped, probabilities, score_gradient
+from .dropout import kept
+from .gradient import probabilities, score_gradient
 from .score import bias_of, slope_of
 from .scratch import load_scratch, scratch_of, scratch_row, store_scratch
 from .tiles import (
@@ -60,9 +61,11 @@ def _visit_rows(
         x = tl.dot(q, k.T, input_precision=PRECISION)  # 11: (BLOCK_M, BLOCK_N)
         p, dcap = probabilities(x, i, j, lse_i[:, None], SCORE, MASK, MASKED, APPROX_TANH)  # 12, 13
         dp = tl.dot(do, v.T, input_precision=PRECISION)  # 17
-        pz, dp = dropped(
-            p, dp, m_start, n_start, DROPOUT, keep_scale, False, BLOCK_M, BLOCK_N
-        )  # 14, 15, 18
+        pz = p
+        if DROPOUT[0] is not None:
+            keep = kept(DROPOUT, m_start, n_start, BLOCK_M, BLOCK_N)  # 14
+            pz = tl.where(keep, p, 0.0)  # 15
+            dp = tl.where(keep, dp * keep_scale, 0.0)  # 18
         dv = tl.dot(pz.to(do.dtype).T, do, dv, input_precision=PRECISION)  # 16
         delta_i = load_statistics(delta, m_start, BLOCK_M, USE_TMA)  # 19, by ``bwd_preprocess.py``
         ds = score_gradient(p, dp, delta_i[:, None], SCORE)  # 20

@@ -7,7 +7,6 @@ dP = (dO V^T) Z        dS = P (dP - delta)
 import triton
 import triton.language as tl
 
-from .dropout import kept
 from .score import exp_scores, scores
 
 
@@ -16,19 +15,6 @@ def probabilities(x, i, j, lse_i, SCORE, MASK, MASKED: tl.constexpr, APPROX_TANH
     """P and d s / d (softmax_scale x) from x = q k^T; lse_i broadcasts to the tile."""
     s, dcap = scores(x, i, j, SCORE, MASK, MASKED, APPROX_TANH)
     return exp_scores(s, lse_i, SCORE), dcap
-
-
-@triton.jit
-def dropped(p, dp, m_start, n_start, DROPOUT, keep_scale, TRANSPOSED: tl.constexpr,
-            BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
-    """P without its dropped elements (unscaled), and dP = (dO V^T) Z."""
-    if DROPOUT[0] is not None:
-        keep = kept(DROPOUT, m_start, n_start, BLOCK_M, BLOCK_N)
-        if TRANSPOSED:
-            keep = keep.T
-        return tl.where(keep, p, 0.0), tl.where(keep, dp * keep_scale, 0.0)
-    else:
-        return p, dp
 
 
 @triton.jit
