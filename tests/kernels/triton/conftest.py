@@ -20,3 +20,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.filterwarnings("ignore::RuntimeWarning"))
             if not interpreted():
                 item.add_marker(compiled)
+
+
+@pytest.fixture
+def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values of boundaries reach the kernels as a device's do: not looked at before."""
+    monkeypatch.setattr("tilewise.backends.triton.packed_sequences", lambda *_: [])

@@ -122,6 +122,7 @@ def test_a_bias_of_any_strides():
     torch.testing.assert_close(got, full.sum_to_size(row.shape), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("bounds", BAD_BOUNDS, ids=str)
 def test_bad_boundaries_lead_to_no_write_outside(bounds):
     inputs = with_bounds(bounds)

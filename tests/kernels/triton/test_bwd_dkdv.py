@@ -132,6 +132,7 @@ def test_keys_that_a_mask_hides_from_every_row_get_zeros(kind, loads):
     assert all(torch.isfinite(x).all() for x in got.values())
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("bounds", BAD_BOUNDS, ids=str)
 def test_bad_boundaries_lead_to_no_write_outside(bounds):
     with guarded_memory():

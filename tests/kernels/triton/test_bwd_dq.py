@@ -122,6 +122,7 @@ def test_rows_without_keys_get_zeros():
     assert (got["dq"][:, :30] == 0).all()
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("bounds", BAD_BOUNDS, ids=str)
 def test_bad_boundaries_lead_to_no_write_outside(bounds):
     with guarded_memory():

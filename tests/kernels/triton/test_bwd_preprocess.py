@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tilewise.backends.base import AttentionTensors
-from tilewise.backends.triton.bwd import preprocess
+from tilewise.backends.triton import bwd, launch
 from tilewise.kernels.triton.tiles import STATISTICS_BLOCK
 from tilewise.ops.schema import Scalars, describe
 
@@ -26,7 +26,11 @@ def statistics(q, dout, out, lse, dlse=None, bias=None, bounds=None, used=None, 
     )
     length = q.shape[1] if longest is None else longest
     s = Scalars(length, length, 0.0, 0.25, 0.0, -1, -1, False, "triton", "fa2")
-    return preprocess(describe(t, s, needs_grad=True), t, out, lse, dout, dlse)
+    problem = describe(t, s, needs_grad=True)
+    lse_padded, delta = bwd.statistics(problem, q)
+    call = bwd.given(t, out, lse, dout, dlse) | {"lse_padded": lse_padded, "delta": delta}
+    launch.run(bwd.preprocess(problem, t, out, dout, dlse), call)
+    return lse_padded, delta
 
 
 @pytest.mark.parametrize("with_bias", [False, True], ids=["", "bias"])

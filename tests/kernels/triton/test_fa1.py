@@ -80,6 +80,7 @@ def test_the_two_algorithms_agree():
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5, msg=name)
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("bounds", BAD_BOUNDS, ids=str)
 def test_bad_boundaries_lead_to_no_write_outside(bounds):
     with guarded_memory():

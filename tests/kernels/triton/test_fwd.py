@@ -164,6 +164,7 @@ def test_scores_of_hundreds_of_thousands(sign):
     torch.testing.assert_close(lse, torch.full((1, 1, 1), 640000.0 * sign + math.log(35)))
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("bounds", BAD_BOUNDS, ids=str)
 def test_bad_boundaries_lead_to_no_write_outside_of_the_outputs(bounds, loads):
     with guarded_memory():

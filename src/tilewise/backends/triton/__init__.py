@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from ...core import features
-from ...core.problem import AttentionProblem
+from ...core.problem import VARLEN, AttentionProblem
 from ...kernels import compat
-from ..base import AttentionTensors, Gradients, Wanted
+from ..base import AttentionTensors, Gradients, Wanted, packed_sequences
 
 MAX_HEAD_DIM = 512
 
@@ -59,6 +59,8 @@ class TritonBackend:
     ) -> tuple[Tensor, Tensor]:
         """See ``Backend.fwd``."""
         compat.check_version()
+        if problem.layout == VARLEN and not tensors.q.is_cuda:
+            packed_sequences(problem, tensors)  # values on the host are checked
         with _on_device_of(tensors.q):
             if algorithm == "fa1":
                 from . import fa1

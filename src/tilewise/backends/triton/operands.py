@@ -32,7 +32,7 @@ def add_operand_gradients(
         call: its tensors by name, with out, lse, dout, dlse and the padded statistics.
     """
     bias = t.attn_bias
-    if wanted.dbias and bias is not None and bias.shape[-1] > 1:
+    if wanted.dbias and bias is not None and bias.shape[-1] != 1:
         grads.dbias = _bias_gradient(p, t, call, bias)
     elif wanted.dbias and bias is not None:
         grads.dbias = RowTerms.of(t, call).to_bias(bias)
