@@ -85,11 +85,12 @@ def packed_sequences(
 def lse_dtype(q: Tensor) -> torch.dtype:
     """The dtype in which the ops hand lse from forward to backward.
 
-    On a CPU that is float64: beside scores of thousands float32 has no digits left for the
-    logarithm of the sum, and the recomputed probabilities would not add up to one. Users get
-    float32 (float64 for float64 inputs).
+    For float32 inputs, and for all on a CPU, that is float64: beside scores of thousands float32
+    has no digits left for the logarithm of the sum, and the recomputed probabilities would not add
+    up to one. Users get float32 (float64 for float64 inputs).
     """
-    return torch.float64 if q.device.type == "cpu" or q.dtype == torch.float64 else torch.float32
+    half = q.dtype in (torch.float16, torch.bfloat16)
+    return torch.float32 if half and q.device.type != "cpu" else torch.float64
 
 
 class Backend(Protocol):

@@ -74,16 +74,23 @@ def given(
 
 
 def statistics(p: AttentionProblem, q: Tensor) -> tuple[Tensor, Tensor]:
-    """Room for lse in the kernels' unit and for delta: (heads, padded rows), float32."""
+    """Room for lse in the kernels' unit, in two parts for float32 inputs, and for delta: (parts *
+    heads, padded rows), float32."""
     block = STATISTICS_BLOCK
     if p.layout == VARLEN:
-        shape = (p.nheads, (q.shape[0] // block + p.batch) * block)
+        heads, rows = p.nheads, (q.shape[0] // block + p.batch) * block
     else:
-        shape = (p.batch * p.nheads, -(-p.seqlen_q // block) * block)
+        heads, rows = p.batch * p.nheads, -(-p.seqlen_q // block) * block
+    parts = 2 if two_parts(p) else 1
     return (
-        torch.empty(shape, dtype=torch.float32, device=q.device),
-        torch.empty(shape, dtype=torch.float32, device=q.device),
+        torch.empty(parts * heads, rows, dtype=torch.float32, device=q.device),
+        torch.empty(heads, rows, dtype=torch.float32, device=q.device),
     )
+
+
+def two_parts(p: AttentionProblem) -> bool:
+    """Whether lse goes from forward to backward in more than float32."""
+    return p.dtype == "float32"
 
 
 def preprocess(
@@ -112,6 +119,7 @@ def preprocess(
         "HEAD_DIM_V": p.head_dim_v,
         "BLOCK_DV": launch.power_of_two(p.head_dim_v),
         "NATURAL": launch.natural(p),
+        "TWO_PARTS": two_parts(p),
     }
     options = compat.launch_options(num_warps=4 if p.head_dim_v <= 128 else 8, num_stages=1)
     return [Launch(flash_bwd_preprocess_kernel, grid, arguments, options)]

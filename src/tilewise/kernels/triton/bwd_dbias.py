@@ -96,6 +96,7 @@ def flash_bwd_dbias_kernel(
     Numerics: float32 sum.
     Source: ours; d s / d attn_bias = 1.
     """
+    TWO_PARTS: tl.constexpr = q.dtype.element_ty == tl.float32
     program = tl.program_id(0)
     n_tile = program % num_n_blocks
     m_tile = program // num_n_blocks % num_m_blocks
@@ -138,6 +139,7 @@ def flash_bwd_dbias_kernel(
             q_tile = load_rows(Q, m_start, 0, used_q, BLOCK_M, HEAD_DIM, BLOCK_D, False, True)
             do_tile = load_rows(dO, m_start, 0, used_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV, False, True)
             lse_i = load_statistics(lse_h, m_start, BLOCK_M, False)
+            low_i = load_statistics(lse_h, m_start, BLOCK_M, False, TWO_PARTS)
             delta_i = load_statistics(delta_h, m_start, BLOCK_M, False)
             i = (m_start + tl.arange(0, BLOCK_M))[:, None]
             n_from = tl.maximum(n_tile * BLOCK_N, n_first // BLOCK_N * BLOCK_N)
@@ -151,7 +153,18 @@ def flash_bwd_dbias_kernel(
                 )
                 j = (n_start + tl.arange(0, BLOCK_N))[None, :]
                 x = tl.dot(q_tile, k_tile.T, input_precision=PRECISION)
-                p = probabilities(x, i, j, lse_i[:, None], SCORE, MASK, True, APPROX_TANH)[0]
+                p = probabilities(
+                    x,
+                    i,
+                    j,
+                    lse_i[:, None],
+                    low_i[:, None],
+                    SCORE,
+                    MASK,
+                    True,
+                    APPROX_TANH,
+                    TWO_PARTS,
+                )[0]
                 dp = tl.dot(do_tile, v_tile.T, input_precision=PRECISION)
                 if DROPOUT[0] is not None:
                     keep = kept(DROPOUT, m_start, n_start, BLOCK_M, BLOCK_N)

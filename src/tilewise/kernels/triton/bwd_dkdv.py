@@ -52,14 +52,18 @@ def _accumulate(
     WANT_DV: tl.constexpr,
 ):
     """Algorithm 2's inner loop over the row tiles of [m_from, m_to), on transposed tiles."""
+    TWO_PARTS: tl.constexpr = k.dtype == tl.float32
     used_q = MASK[0]
     j = (n_start + tl.arange(0, BLOCK_N))[:, None]
     for m_start in tl.range(m_from, m_to, BLOCK_M):
         q = load_rows(Q, m_start, 0, used_q, BLOCK_M, HEAD_DIM, BLOCK_D, USE_TMA, CHECK)
         i = (m_start + tl.arange(0, BLOCK_M))[None, :]
         lse_i = load_statistics(lse, m_start, BLOCK_M, USE_TMA)
+        low_i = load_statistics(lse, m_start, BLOCK_M, USE_TMA, TWO_PARTS)
         x = tl.dot(k, q.T, input_precision=PRECISION)  # (BLOCK_N, BLOCK_M)
-        p, dcap = probabilities(x, i, j, lse_i[None, :], SCORE, MASK, MASKED, APPROX_TANH)
+        p, dcap = probabilities(
+            x, i, j, lse_i[None, :], low_i[None, :], SCORE, MASK, MASKED, APPROX_TANH, TWO_PARTS
+        )
         do = load_rows(dO, m_start, 0, used_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV, USE_TMA, CHECK)
         pz = p
         if DROPOUT[0] is not None:

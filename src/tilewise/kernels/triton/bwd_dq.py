@@ -28,6 +28,7 @@ def _accumulate(
     K,
     V,
     lse_i,
+    low_i,
     delta_i,
     m_start,
     n_from,
@@ -51,13 +52,16 @@ def _accumulate(
     APPROX_TANH: tl.constexpr,
 ):
     """The loop over the key tiles of [n_from, n_to)."""
+    TWO_PARTS: tl.constexpr = q.dtype == tl.float32
     i = (m_start + tl.arange(0, BLOCK_M))[:, None]
     for n_start in tl.range(n_from, n_to, BLOCK_N):
         k = load_rows(K, n_start, n_first, n_stop, BLOCK_N, HEAD_DIM, BLOCK_D, USE_TMA, CHECK)
         v = load_rows(V, n_start, n_first, n_stop, BLOCK_N, HEAD_DIM_V, BLOCK_DV, USE_TMA, CHECK)
         j = (n_start + tl.arange(0, BLOCK_N))[None, :]
         x = tl.dot(q, k.T, input_precision=PRECISION)  # (BLOCK_M, BLOCK_N)
-        p, dcap = probabilities(x, i, j, lse_i[:, None], SCORE, MASK, MASKED, APPROX_TANH)
+        p, dcap = probabilities(
+            x, i, j, lse_i[:, None], low_i[:, None], SCORE, MASK, MASKED, APPROX_TANH, TWO_PARTS
+        )
         dp = tl.dot(do, v.T, input_precision=PRECISION)  # (BLOCK_M, BLOCK_N)
         if DROPOUT[0] is not None:
             keep = kept(DROPOUT, m_start, n_start, BLOCK_M, BLOCK_N)
@@ -190,6 +194,7 @@ def flash_bwd_dq_kernel(
     q_tile = load_rows(Q, m_start, 0, used_q, BLOCK_M, HEAD_DIM, BLOCK_D, False, True)
     do_tile = load_rows(dO, m_start, 0, used_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV, False, True)
     lse_i = load_statistics(lse, m_start, BLOCK_M, False)
+    low_i = load_statistics(lse, m_start, BLOCK_M, False, q_tile.dtype == tl.float32)
     delta_i = load_statistics(delta, m_start, BLOCK_M, False)
     acc_dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     m_stop = tl.minimum(m_start + BLOCK_M, used_q)
@@ -199,17 +204,17 @@ def flash_bwd_dq_kernel(
         n0, n1, n2, n3 = 0, 0, 0, 0
     if window_left is not None:
         acc_dq = _accumulate(
-            acc_dq, q_tile, do_tile, K, V, lse_i, delta_i, m_start, n0, n1, n_first, n_stop,
+            acc_dq, q_tile, do_tile, K, V, lse_i, low_i, delta_i, m_start, n0, n1, n_first, n_stop,
             keep_scale, SCORE, MASK, DROPOUT, True, CUT_K, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV,
             BLOCK_M, BLOCK_N, USE_TMA, PRECISION, APPROX_TANH,
         )  # fmt: skip
     acc_dq = _accumulate(
-        acc_dq, q_tile, do_tile, K, V, lse_i, delta_i, m_start, n1, n2, n_first, n_stop,
+        acc_dq, q_tile, do_tile, K, V, lse_i, low_i, delta_i, m_start, n1, n2, n_first, n_stop,
         keep_scale, SCORE, MASK, DROPOUT, False, False, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV,
         BLOCK_M, BLOCK_N, USE_TMA, PRECISION, APPROX_TANH,
     )  # fmt: skip
     acc_dq = _accumulate(
-        acc_dq, q_tile, do_tile, K, V, lse_i, delta_i, m_start, n2, n3, n_first, n_stop,
+        acc_dq, q_tile, do_tile, K, V, lse_i, low_i, delta_i, m_start, n2, n3, n_first, n_stop,
         keep_scale, SCORE, MASK, DROPOUT, True, CUT_K, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV,
         BLOCK_M, BLOCK_N, USE_TMA, PRECISION, APPROX_TANH,
     )  # fmt: skip

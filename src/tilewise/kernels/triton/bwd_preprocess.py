@@ -37,11 +37,13 @@ def flash_bwd_preprocess_kernel(
     HEAD_DIM_V: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     NATURAL: tl.constexpr,
+    TWO_PARTS: tl.constexpr,
 ):
     """The statistics of a row that the backward's loops read, in whole blocks.
 
     Computes: delta_i = sum_d dO_id O_id - dlse_i, and lse_i in base 2 (natural with NATURAL). In
-        rows without keys and past the end delta is 0 and lse +inf, so that P is 0 there.
+        rows without keys and past the end delta is 0 and lse +inf, so that P is 0 there. With
+        TWO_PARTS what float32 leaves of lse follows as a second part.
     Grid: flat over blocks of STATISTICS_BLOCK rows, heads and sequences.
     Numerics: float32.
     Source: Dao 2023, "FlashAttention-2", Algorithm 2, line 4; dlse is ours: d lse_i / d s_ij is
@@ -62,13 +64,14 @@ def flash_bwd_preprocess_kernel(
     delta_i = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)  # (BLOCK_M,)
     offs_m = m_start + tl.arange(0, BLOCK_M)
     lse = statistics_of(lse, batch_id, head, nheads, seqlen_q, total_q, start, cu_seqlens_q)
-    lse_i = tl.load(lse + offs_m, mask=offs_m < used, other=NEG_INF).to(tl.float32)
+    lse_i = tl.load(lse + offs_m, mask=offs_m < used, other=NEG_INF)
     if dlse is not None:
         dlse = statistics_of(dlse, batch_id, head, nheads, seqlen_q, total_q, start, cu_seqlens_q)
         delta_i -= tl.load(dlse + offs_m, mask=offs_m < used, other=0.0).to(tl.float32)
     unit = 1.0 if NATURAL else LOG2E
-    delta_i = tl.where(lse_i == NEG_INF, 0.0, delta_i)
-    lse_i = tl.where(lse_i == NEG_INF, -NEG_INF, lse_i * unit)
+    empty = lse_i == NEG_INF
+    delta_i = tl.where(empty, 0.0, delta_i)
+    high_i = tl.where(empty, -NEG_INF, (lse_i * unit).to(tl.float32))
     delta_h = padded_statistics_of(
         delta_padded, batch_id, batch, head, nheads, seqlen_q, total_q, start, cu_seqlens_q, False
     )
@@ -76,4 +79,7 @@ def flash_bwd_preprocess_kernel(
         lse_padded, batch_id, batch, head, nheads, seqlen_q, total_q, start, cu_seqlens_q, False
     )
     tl.store(delta_h[0] + offs_m, delta_i)
-    tl.store(lse_h[0] + offs_m, lse_i)
+    tl.store(lse_h[0] + offs_m, high_i)
+    if TWO_PARTS:
+        low_i = tl.where(empty, 0.0, (lse_i - high_i.to(lse_i.dtype)).to(tl.float32))
+        tl.store(lse_h[0] + lse_h[1] + offs_m, low_i)

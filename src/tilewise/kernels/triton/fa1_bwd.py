@@ -51,6 +51,7 @@ def _visit_rows(
     APPROX_TANH: tl.constexpr,
 ):
     """Algorithm 4's inner loop, lines 9 to 23, over the row tiles of [m_from, m_to)."""
+    TWO_PARTS: tl.constexpr = k.dtype == tl.float32
     used_q = MASK[0]
     j = (n_start + tl.arange(0, BLOCK_N))[None, :]
     for m_start in tl.range(m_from, m_to, BLOCK_M):
@@ -58,8 +59,11 @@ def _visit_rows(
         q = load_rows(Q, m_start, 0, used_q, BLOCK_M, HEAD_DIM, BLOCK_D, USE_TMA, CHECK)  # 10
         do = load_rows(dO, m_start, 0, used_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV, USE_TMA, CHECK)
         lse_i = load_statistics(lse, m_start, BLOCK_M, USE_TMA)
+        low_i = load_statistics(lse, m_start, BLOCK_M, USE_TMA, TWO_PARTS)
         x = tl.dot(q, k.T, input_precision=PRECISION)  # 11: (BLOCK_M, BLOCK_N)
-        p, dcap = probabilities(x, i, j, lse_i[:, None], SCORE, MASK, MASKED, APPROX_TANH)  # 12, 13
+        p, dcap = probabilities(
+            x, i, j, lse_i[:, None], low_i[:, None], SCORE, MASK, MASKED, APPROX_TANH, TWO_PARTS
+        )  # 12, 13
         dp = tl.dot(do, v.T, input_precision=PRECISION)  # 17
         pz = p
         if DROPOUT[0] is not None:

@@ -11,10 +11,28 @@ from .score import exp_scores, scores
 
 
 @triton.jit
-def probabilities(x, i, j, lse_i, SCORE, MASK, MASKED: tl.constexpr, APPROX_TANH: tl.constexpr):
-    """P and d s / d (softmax_scale x) from x = q k^T; lse_i broadcasts to the tile."""
+def probabilities(
+    x,
+    i,
+    j,
+    lse_i,
+    low_i,
+    SCORE,
+    MASK,
+    MASKED: tl.constexpr,
+    APPROX_TANH: tl.constexpr,
+    TWO_PARTS: tl.constexpr,
+):
+    """P and d s / d (softmax_scale x) from x = q k^T.
+
+    lse_i broadcasts to the tile. With TWO_PARTS (float32 inputs, natural units) lse is lse_i +
+    low_i: beside a large score one float32 has no digits left for the logarithm of the sum.
+    """
     s, dcap = scores(x, i, j, SCORE, MASK, MASKED, APPROX_TANH)
-    return exp_scores(s, lse_i, SCORE), dcap
+    if TWO_PARTS:
+        return exp_scores(s - lse_i, low_i, SCORE), dcap
+    else:
+        return exp_scores(s, lse_i, SCORE), dcap
 
 
 @triton.jit

@@ -149,9 +149,10 @@ def from_natural(x, SCORE):
 
 @triton.jit
 def to_lse(m, total, SCORE):
-    """log-sum-exp, natural, from a reference m and the sum relative to it."""
+    """log-sum-exp, natural, from a reference m and the sum relative to it; float64 in natural
+    units, so that a large m leaves room for the logarithm."""
     if SCORE[7] is not None:
-        return m + tl.log2(total) * LN2
+        return m.to(tl.float64) + (tl.log2(total) * LN2).to(tl.float64)
     else:
         return (m + tl.log2(total)) * LN2
 

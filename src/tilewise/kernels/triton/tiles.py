@@ -88,12 +88,16 @@ def padded_statistics_of(
     cu_seqlens_q,
     USE_TMA: tl.constexpr,
 ):
-    """Where the backward's own statistics of one head of one sequence lie: in a (heads, rows)
-    matrix in which each sequence begins at a multiple of STATISTICS_BLOCK and is filled up to one.
+    """Where the backward's own statistics of one head of one sequence lie: in a (parts, heads,
+    rows) tensor in which each sequence begins at a multiple of STATISTICS_BLOCK and is filled up
+    to one.
 
-    Returns (pointer,), or with TMA (descriptor of the matrix, line, first column).
+    Returns (pointer, distance of parts), or with TMA (descriptor of the tensor as a matrix, line,
+    first column, lines of a part).
     """
+    lines = nheads
     if cu_seqlens_q is None:
+        lines = batch * nheads
         line = batch_id * nheads + head
         rows = tl.cdiv(seqlen_q, STATISTICS_BLOCK) * STATISTICS_BLOCK
         first = tl.zeros((), tl.int64)
@@ -102,19 +106,22 @@ def padded_statistics_of(
         rows = (total_q // STATISTICS_BLOCK + batch) * STATISTICS_BLOCK
         first = (start // STATISTICS_BLOCK + batch_id) * STATISTICS_BLOCK
     if USE_TMA:
-        return x, line, tl.cast(first, tl.int32)
+        return x, line, tl.cast(first, tl.int32), lines
     else:
-        return (x + tl.cast(line, tl.int64) * rows + first,)
+        return x + tl.cast(line, tl.int64) * rows + first, tl.cast(lines, tl.int64) * rows
 
 
 @triton.jit
-def load_statistics(STATISTICS, m_start, BLOCK_M: tl.constexpr, USE_TMA: tl.constexpr):
+def load_statistics(
+    STATISTICS, m_start, BLOCK_M: tl.constexpr, USE_TMA: tl.constexpr, PART: tl.constexpr = 0
+):
     """Statistics of rows m_start, ..., (BLOCK_M,)."""
     if USE_TMA:
-        tile = STATISTICS[0].load([STATISTICS[1], STATISTICS[2] + m_start])
-        return tile.reshape([BLOCK_M])
+        line = STATISTICS[1] + PART * STATISTICS[3]
+        return STATISTICS[0].load([line, STATISTICS[2] + m_start]).reshape([BLOCK_M])
     else:
-        return tl.load(STATISTICS[0] + m_start + tl.arange(0, BLOCK_M))
+        base = STATISTICS[0] + PART * STATISTICS[1]
+        return tl.load(base + m_start + tl.arange(0, BLOCK_M))
 
 
 @triton.jit
