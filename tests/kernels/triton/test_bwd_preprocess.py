@@ -18,7 +18,7 @@ INF = math.inf
 
 
 def statistics(q, dout, out, lse, dlse=None, bias=None, bounds=None, used=None, longest=None):
-    """lse and delta, (heads or batch * heads, padded rows)."""
+    """lse, its parts added in float64, and delta: (heads or batch * heads, padded rows)."""
     cu = None if bounds is None else torch.tensor(bounds, dtype=torch.int32)
     seqused = None if used is None else torch.tensor(used, dtype=torch.int32)
     t = AttentionTensors(
@@ -30,7 +30,9 @@ def statistics(q, dout, out, lse, dlse=None, bias=None, bounds=None, used=None, 
     lse_padded, delta = bwd.statistics(problem, q)
     call = bwd.given(t, out, lse, dout, dlse) | {"lse_padded": lse_padded, "delta": delta}
     launch.run(bwd.preprocess(problem, t, out, dout, dlse), call)
-    return lse_padded, delta
+    parts = lse_padded.double().unflatten(0, (-1, delta.shape[0]))
+    assert parts.shape[0] == (2 if bwd.two_parts(problem) else 1)
+    return parts.sum(0), delta
 
 
 @pytest.mark.parametrize("with_bias", [False, True], ids=["", "bias"])
@@ -40,7 +42,11 @@ def statistics(q, dout, out, lse, dlse=None, bias=None, bounds=None, used=None, 
 def test_dense(length, dtype, with_dlse, with_bias):
     out, dout, q = (draw(2, length, 3, 24, seed=s, dtype=dtype) for s in range(3))
     dout = torch.stack([dout, dout * NAN], -1)[..., 0]  # of other strides than out
-    lse = draw(2, 3, length, seed=4)
+    # beside float32 inputs lse comes in float64, and none of its digits is lost
+    lse = draw(2, 3, length, seed=4, dtype=torch.float64)
+    if dtype != torch.float32:
+        lse = lse.float()
+    exact = 1e-12 if dtype == torch.float32 else 1e-6
     lse[1, 2, 0] = -INF
     dlse = draw(3, 2, length, seed=5).transpose(0, 1) if with_dlse else None
     bias = torch.zeros(1, 1, 1, 1) if with_bias else None
@@ -57,7 +63,7 @@ def test_dense(length, dtype, with_dlse, with_bias):
     torch.testing.assert_close(rows[..., :length].double(), want, rtol=1e-5, atol=1e-5)
     assert (rows[..., length:] == 0).all()
     rows = got_lse.unflatten(0, (2, 3))
-    torch.testing.assert_close(rows[..., :length].double(), wanted_lse, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(rows[..., :length].double(), wanted_lse, rtol=exact, atol=exact)
     assert (rows[..., length:] == INF).all()
 
 
