@@ -29,7 +29,7 @@ def test_generations_have_every_panel_and_a_set_of_few_heads():
     gpt2 = [c for c in found if c.shape.nheads == 12]
     few = [c for c in found if c.shape.nheads == 4]
     assert len(gpt2) + len(few) == len(found) == 12 * (6 + 4)
-    assert all(c.shape.batch * c.shape.seqlen == 16384 for c in gpt2)
+    assert all(c.shape.batch * c.shape.seqlen == 65536 for c in gpt2)
     assert all(c.shape.batch == 1 for c in few)
     panels = {(c.direction, c.shape.causal, c.shape.dropout_p) for c in few}
     assert panels == {

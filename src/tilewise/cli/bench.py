@@ -89,7 +89,11 @@ def add_parser(commands: Any) -> None:
 
 
 def _add_shapes(own: argparse.ArgumentParser) -> None:
-    own.add_argument("--batch", type=positive, help="default: 1; on a GPU what makes 16k tokens")
+    own.add_argument(
+        "--batch",
+        type=positive,
+        help="default: 1; on a GPU what makes 16k tokens, of generations 64k",
+    )
     own.add_argument("--n-heads", type=positive, help="default: 8; on a GPU 2048 / d-head")
     own.add_argument(
         "--seq-len",
