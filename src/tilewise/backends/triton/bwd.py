@@ -53,7 +53,7 @@ def bwd(
             plan += _dq(p, t, call, configs[1])
         return plan
 
-    facts = ("bwd", p, configs, launch.precision(p.dtype))
+    facts = ("bwd", arch, p, configs, launch.precision(p.dtype))
     launch.run(launch.plans.find(facts, call, make), call)
     if p.seqlen_q * p.batch == 0:  # a key that no row sees, or rows of no sequence
         for x in (grads.dq, grads.dk, grads.dv):

@@ -19,14 +19,14 @@ from .operands import add_operand_gradients
 
 def fwd(problem: AttentionProblem, tensors: AttentionTensors) -> tuple[Tensor, Tensor]:
     """out and lse; see ``Backend.fwd``."""
-    p = problem
+    p, arch = problem, launch.arch(tensors.q)
     t = launch.with_positive_scale(p, tensors)
-    config = lookup.config("fa1_fwd", launch.arch(t.q), p)
+    config = lookup.config("fa1_fwd", arch, p)
     out, lse = launch.outputs(p, t.q)
     if out.shape[-3] * p.nheads * p.batch == 0:
         return out.zero_(), lse
     call = launch.operands(t)
-    facts = ("fa1_fwd", p, config, launch.precision(p.dtype))
+    facts = ("fa1_fwd", arch, p, config, launch.precision(p.dtype))
     plan = launch.plans.find(facts, call, lambda: [_fwd(p, t, out, config)])
     rows, width = _scratch_rows(p, t.q, config), launch.power_of_two(p.head_dim_v)
     running = {
@@ -63,9 +63,9 @@ def bwd(
     wanted: Wanted,
 ) -> Gradients:
     """See ``Backend.bwd``; dQ, dK and dV come from one kernel, wanted or not."""
-    p = problem
+    p, arch = problem, launch.arch(tensors.q)
     t = launch.with_positive_scale(p, tensors)
-    config = lookup.config("fa1_bwd", launch.arch(t.q), p)
+    config = lookup.config("fa1_bwd", arch, p)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (t.q, t.k, t.v))
     lse_padded, delta = statistics(p, t.q)
     call = given(t, out, lse, dout, dlse)
@@ -76,7 +76,7 @@ def bwd(
     def make() -> list[Launch]:
         return [*preprocess(p, t, out, dout, dlse), _bwd(p, t, call, config)]
 
-    facts = ("fa1_bwd", p, config, launch.precision(p.dtype))
+    facts = ("fa1_bwd", arch, p, config, launch.precision(p.dtype))
     plan = launch.plans.find(facts, call, make)
     rows = _scratch_rows(p, t.q, config)
     scratch = _scratch(p, t.q, rows, launch.power_of_two(p.head_dim))

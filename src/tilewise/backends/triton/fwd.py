@@ -15,14 +15,14 @@ from .launch import Launch, Of
 
 def fwd(problem: AttentionProblem, tensors: AttentionTensors) -> tuple[Tensor, Tensor]:
     """out and lse; see ``Backend.fwd``."""
-    p = problem
+    p, arch = problem, launch.arch(tensors.q)
     t = launch.with_positive_scale(p, tensors)
-    config = lookup.config("fwd", launch.arch(t.q), p)
+    config = lookup.config("fwd", arch, p)
     out, lse = launch.outputs(p, t.q)
     if p.seqlen_q * p.nheads * p.batch == 0:
         return out.zero_(), lse
     call = launch.operands(t)
-    facts = ("fwd", p, config, launch.precision(p.dtype))
+    facts = ("fwd", arch, p, config, launch.precision(p.dtype))
     plan = launch.plans.find(facts, call, lambda: [_launch(p, t, out, config)])
     launch.run(plan, call | {"out": out, "lse": lse})
     return out, lse

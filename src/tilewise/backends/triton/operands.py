@@ -44,12 +44,13 @@ def _bias_gradient(
     p: AttentionProblem, t: AttentionTensors, call: dict[str, Tensor | None], bias: Tensor
 ) -> Tensor:
     """Gradient of a floating bias that differs from key to key, in its shape and dtype."""
-    config = lookup.config("bwd_dbias", launch.arch(t.q), p)
+    arch = launch.arch(t.q)
+    config = lookup.config("bwd_dbias", arch, p)
     dbias = torch.zeros(bias.shape, dtype=bias.dtype, device=bias.device)
     if dbias.numel() == 0 or p.seqlen_q == 0:
         return dbias
     call = call | {"dbias": dbias}
-    facts = ("bwd_dbias", p, config, launch.precision(p.dtype))
+    facts = ("bwd_dbias", arch, p, config, launch.precision(p.dtype))
     plan = launch.plans.find(facts, call, lambda: [_dbias(p, t, call, dbias, config)])
     launch.run(plan, call)
     return dbias
