@@ -90,7 +90,7 @@ def flash_attn_func(
             value.
         return_lse: return (out, lse); lse is differentiable.
         backend: "auto", or a backend's name, which is then taken or refused.
-        algorithm: "auto", or one of the backend's: "fa1" and "fa2" of "cpu".
+        algorithm: "auto", or one of the backend's: "fa1" and "fa2" of "cpu" and "triton".
         seed: of dropout, an int or an int64 tensor of one element; drawn from torch's generator
             when None.
         validate: check values inside tensors on a device too, which synchronises.

@@ -91,6 +91,8 @@ ARCHS: dict[str, Arch] = {
     "gfx90a": Arch(64 * _KIB, 64, 512, "gfx942"),
     "gfx942": Arch(64 * _KIB, 64, 512, "gfx942"),
     "gfx950": Arch(160 * _KIB, 64, 512, "gfx942"),
+    "gfx1010": Arch(64 * _KIB, 32, 256, "gfx942"),
+    "gfx1030": Arch(64 * _KIB, 32, 256, "gfx942"),
     "gfx1100": Arch(64 * _KIB, 32, 256, "gfx942"),
     "gfx1101": Arch(64 * _KIB, 32, 256, "gfx942"),
     "gfx1151": Arch(64 * _KIB, 32, 256, "gfx942"),

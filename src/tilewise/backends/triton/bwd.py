@@ -55,7 +55,7 @@ def bwd(
 
     facts = ("bwd", arch, p, configs, launch.precision(p.dtype))
     launch.run(launch.plans.find(facts, call, make), call)
-    if p.seqlen_q * p.batch == 0:  # a key that no row sees, or rows of no sequence
+    if p.seqlen_q * p.seqlen_k * p.batch == 0:  # no row sees a key; rows may be of no sequence
         for x in (grads.dq, grads.dk, grads.dv):
             if x is not None:
                 x.zero_()

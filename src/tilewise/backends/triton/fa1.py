@@ -71,7 +71,9 @@ def bwd(
     call = given(t, out, lse, dout, dlse)
     call |= {"lse_padded": lse_padded, "delta": delta, "dq": dq, "dk": dk, "dv": dv}
     if p.nheads_kv * p.batch == 0:
-        return Gradients(dq.zero_(), dk.zero_(), dv.zero_())
+        grads = Gradients(dq.zero_(), dk.zero_(), dv.zero_())
+        add_operand_gradients(grads, wanted, p, t, call)
+        return grads
 
     def make() -> list[Launch]:
         return [*preprocess(p, t, out, dout, dlse), _bwd(p, t, call, config)]

@@ -47,7 +47,7 @@ def _bias_gradient(
     arch = launch.arch(t.q)
     config = lookup.config("bwd_dbias", arch, p)
     dbias = torch.zeros(bias.shape, dtype=bias.dtype, device=bias.device)
-    if dbias.numel() == 0 or p.seqlen_q == 0:
+    if dbias.numel() * p.seqlen_q * p.seqlen_k * p.batch == 0:
         return dbias
     call = call | {"dbias": dbias}
     facts = ("bwd_dbias", arch, p, config, launch.precision(p.dtype))
@@ -113,7 +113,8 @@ class RowTerms:
             delta = (out.float() * dout.float()).sum(-1).transpose(-1, -2)
             if dlse is not None:
                 delta = delta - dlse
-            p_sink = torch.exp(t.sink.to(lse.dtype)[:, None] - lse)
+            rounded = t.sink.float().to(lse.dtype)  # as the forward reads it
+            p_sink = torch.exp(rounded[:, None] - lse)
             sink = (p_sink * delta).masked_fill(empty, 0.0)
         keys = sink if dlse is None else sink + dlse.masked_fill(empty, 0.0)
         return cls(sink, keys)

@@ -169,7 +169,7 @@ def flash_bwd_dbias_kernel(
                 if DROPOUT[0] is not None:
                     keep = kept(DROPOUT, m_start, n_start, BLOCK_M, BLOCK_N)
                     dp = tl.where(keep, dp * keep_scale, 0.0)
-                total += score_gradient(p, dp, delta_i[:, None], SCORE)
+                total += score_gradient(p, dp, delta_i[:, None], 1.0, SCORE)
 
     # rows are counted from the tensor's first, which in a packed tensor is not the sequence's
     start, length, _ = rows_of_sequence(bias_batch, cu_seqlens_q, None, seqlen_q, total_q)

@@ -77,9 +77,7 @@ def _accumulate(
             dv = tl.dot(pz.to(do.dtype), do, dv, input_precision=PRECISION)
         if WANT_DK:
             delta_i = load_statistics(delta, m_start, BLOCK_M, USE_TMA)
-            ds = score_gradient(p, dp, delta_i[None, :], SCORE)
-            if SCORE[1] is not None:
-                ds = ds * dcap
+            ds = score_gradient(p, dp, delta_i[None, :], dcap, SCORE)
             dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
     return dk, dv
 

@@ -66,9 +66,7 @@ def _accumulate(
         if DROPOUT[0] is not None:
             keep = kept(DROPOUT, m_start, n_start, BLOCK_M, BLOCK_N)
             dp = tl.where(keep, dp * keep_scale, 0.0)
-        ds = score_gradient(p, dp, delta_i[:, None], SCORE)
-        if SCORE[1] is not None:
-            ds = ds * dcap
+        ds = score_gradient(p, dp, delta_i[:, None], dcap, SCORE)
         if SCORE[3] is not None or SCORE[4] is not None:
             k = tl.where((tl.max(p, 0) == 0.0)[:, None], 0.0, k)  # 0 times NaN is NaN
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)

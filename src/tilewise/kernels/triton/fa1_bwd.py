@@ -72,9 +72,7 @@ def _visit_rows(
             dp = tl.where(keep, dp * keep_scale, 0.0)  # 18
         dv = tl.dot(pz.to(do.dtype).T, do, dv, input_precision=PRECISION)  # 16
         delta_i = load_statistics(delta, m_start, BLOCK_M, USE_TMA)  # 19, by ``bwd_preprocess.py``
-        ds = score_gradient(p, dp, delta_i[:, None], SCORE)  # 20
-        if SCORE[1] is not None:
-            ds = ds * dcap
+        ds = score_gradient(p, dp, delta_i[:, None], dcap, SCORE)  # 20
         ds = ds.to(q.dtype)
         dk = tl.dot(ds.T, q, dk, input_precision=PRECISION)  # 22
         k_i = k

@@ -1,7 +1,7 @@
 """What the backward kernels share: P and dS of one tile, recomputed.
 
 P = exp(s - lse)       Z = keep / (1 - dropout_p)
-dP = (dO V^T) Z        dS = P (dP - delta)
+dP = (dO V^T) Z        dS = P (dP - delta) dcap, dcap = d s / d (softmax_scale x)
 """
 
 import triton
@@ -36,9 +36,9 @@ def probabilities(
 
 
 @triton.jit
-def score_gradient(p, dp, delta_i, SCORE):
-    """d loss / d s = P (dP - delta); exactly 0 where a bias hides the key, whatever dP holds."""
-    ds = p * (dp - delta_i)
+def score_gradient(p, dp, delta_i, dcap, SCORE):
+    """dS = P (dP - delta) dcap; exactly 0 where a bias or mask hides the key, whatever it holds."""
+    ds = p * (dp - delta_i) * dcap
     if SCORE[3] is not None or SCORE[4] is not None:
         ds = tl.where(p == 0.0, 0.0, ds)
     return ds

@@ -61,7 +61,8 @@ def _tanh(x, APPROX: tl.constexpr):
         x2 = x * x
         poly = -0.05385230942829571 + x2 * (0.02107167729077405 - x2 * 0.006274237259455269)
         poly = x2 * (-0.3333331755947762 + x2 * (0.13332586133152335 + x2 * poly))
-        e = tl.exp2(tl.minimum(tl.abs(x), 20.0) * (2.0 * LOG2E))
+        bounded = tl.minimum(tl.abs(x), 20.0, propagate_nan=tl.PropagateNan.ALL)
+        e = tl.exp2(bounded * (2.0 * LOG2E))
         far = 1.0 - 2.0 / (1.0 + e)
         far = tl.where(x < 0, -far, far)
         return tl.where(x2 < 0.3025, x + x * poly, far)
