@@ -1,6 +1,6 @@
 """Derivatives of the operators, told to torch twice.
 
-``torch.library.register_autograd`` serves torch.compile. Eager mode, for its speed, and
+torch's ``register_autograd`` serves torch.compile. Eager mode, for its speed, and
 torch.func's transforms take an ``autograd.Function`` with ``setup_context`` and ``vmap``:
 ``Attention``, of the same rules.
 
