@@ -137,7 +137,8 @@ def flash_fwd_kernel(
     Grid: flat over blocks of BLOCK_M rows, heads and sequences; a program owns one block of rows of
         one head and loops over the key tiles that the rows see, cut ones apart from whole ones.
     Numerics: scores, m, l and O in float32, O unscaled until the end; base 2 (natural beside a
-        floating bias and in float32, where lse is float64); P in V's dtype. A row without keys gets O = 0 and lse = -inf.
+        floating bias and in float32, where lse is float64); P in V's dtype. A row
+        without keys gets O = 0 and lse = -inf.
     Source: Dao 2023, "FlashAttention-2", Algorithm 1.
     """
     program = tl.program_id(0)
