@@ -82,15 +82,16 @@ def packed_sequences(
     )
 
 
-def lse_dtype(q: Tensor) -> torch.dtype:
+def lse_dtype(t: AttentionTensors) -> torch.dtype:
     """The dtype in which the ops hand lse from forward to backward.
 
-    For float32 inputs, and for all on a CPU, that is float64: beside scores of thousands float32
-    has no digits left for the logarithm of the sum, and the recomputed probabilities would not add
-    up to one. Users get float32 (float64 for float64 inputs).
+    For float32 inputs, beside a floating bias, and for all on a CPU, that is float64: beside scores
+    of thousands float32 has no digits left for the logarithm of the sum, and the recomputed
+    probabilities would not add up to one. Users get float32 (float64 for float64 inputs).
     """
-    half = q.dtype in (torch.float16, torch.bfloat16)
-    return torch.float32 if half and q.device.type != "cpu" else torch.float64
+    half = t.q.dtype in (torch.float16, torch.bfloat16)
+    biased = t.attn_bias is not None and t.attn_bias.dtype != torch.bool
+    return torch.float64 if t.q.device.type == "cpu" or not half or biased else torch.float32
 
 
 class Backend(Protocol):

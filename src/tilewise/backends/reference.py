@@ -334,7 +334,7 @@ class ReferenceBackend:
         """See ``Backend.fwd``."""
         dtype = compute_dtype(tensors.q.dtype)
         out, lse, _ = attention(problem, tensors, dtype)
-        return out.to(tensors.q.dtype).contiguous(), lse.to(lse_dtype(tensors.q)).contiguous()
+        return out.to(tensors.q.dtype).contiguous(), lse.to(lse_dtype(tensors)).contiguous()
 
     def bwd(
         self,

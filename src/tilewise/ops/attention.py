@@ -69,7 +69,7 @@ def _fwd_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
     t, _ = split(arguments)
     out = t.q.new_empty(*t.q.shape[:-1], t.v.shape[-1])
     lse_shape = (*t.q.shape[:-3], t.q.shape[-2], t.q.shape[-3])
-    return out, t.q.new_empty(lse_shape, dtype=lse_dtype(t.q))
+    return out, t.q.new_empty(lse_shape, dtype=lse_dtype(t))
 
 
 def _bwd_fake(dout: Tensor, dlse: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:

@@ -31,7 +31,7 @@ def statistics(q, dout, out, lse, dlse=None, bias=None, bounds=None, used=None, 
     call = bwd.given(t, out, lse, dout, dlse) | {"lse_padded": lse_padded, "delta": delta}
     launch.run(bwd.preprocess(problem, t, out, dout, dlse), call)
     parts = lse_padded.double().unflatten(0, (-1, delta.shape[0]))
-    assert parts.shape[0] == (2 if bwd.two_parts(problem) else 1)
+    assert parts.shape[0] == (2 if launch.natural(problem) else 1)
     return parts.sum(0), delta
 
 
@@ -42,11 +42,10 @@ def statistics(q, dout, out, lse, dlse=None, bias=None, bounds=None, used=None, 
 def test_dense(length, dtype, with_dlse, with_bias):
     out, dout, q = (draw(2, length, 3, 24, seed=s, dtype=dtype) for s in range(3))
     dout = torch.stack([dout, dout * NAN], -1)[..., 0]  # of other strides than out
-    # beside float32 inputs lse comes in float64, and none of its digits is lost
-    lse = draw(2, 3, length, seed=4, dtype=torch.float64)
-    if dtype != torch.float32:
-        lse = lse.float()
-    exact = 1e-12 if dtype == torch.float32 else 1e-6
+    # natural, beside a bias and in float32, lse comes in float64, and none of its digits is lost
+    natural = with_bias or dtype == torch.float32
+    lse = draw(2, 3, length, seed=4, dtype=torch.float64 if natural else torch.float32)
+    exact = 1e-12 if natural else 1e-6
     lse[1, 2, 0] = -INF
     dlse = draw(3, 2, length, seed=5).transpose(0, 1) if with_dlse else None
     bias = torch.zeros(1, 1, 1, 1) if with_bias else None
@@ -56,8 +55,7 @@ def test_dense(length, dtype, with_dlse, with_bias):
     if dlse is not None:
         want = want - dlse
     want[1, 2, 0] = 0
-    # natural units beside a bias and in float32
-    unit = 1.0 if with_bias or dtype == torch.float32 else math.log2(math.e)
+    unit = 1.0 if natural else math.log2(math.e)
     wanted_lse = (lse.double() * unit).masked_fill(lse == -INF, INF)
     rows = got_delta.unflatten(0, (2, 3))
     torch.testing.assert_close(rows[..., :length].double(), want, rtol=1e-5, atol=1e-5)

@@ -57,10 +57,10 @@ class CpuBackend:
         q, h, dv = tensors.q, problem.nheads, problem.head_dim_v
         if problem.layout == VARLEN:
             out = q.new_zeros(q.shape[0], h, dv)
-            lse = q.new_full((h, q.shape[0]), NEG_INF, dtype=lse_dtype(q))
+            lse = q.new_full((h, q.shape[0]), NEG_INF, dtype=lse_dtype(tensors))
         else:
             out = q.new_empty(problem.batch, problem.seqlen_q, h, dv)
-            lse = q.new_empty(problem.batch, h, problem.seqlen_q, dtype=lse_dtype(q))
+            lse = q.new_empty(problem.batch, h, problem.seqlen_q, dtype=lse_dtype(tensors))
         forward = _FORWARD[algorithm]
         scratch = Scratch.of_this_thread(work_dtype(q.dtype))
         for slot in slots(problem, tensors, _tile_elements(problem, forward)):

@@ -74,23 +74,18 @@ def given(
 
 
 def statistics(p: AttentionProblem, q: Tensor) -> tuple[Tensor, Tensor]:
-    """Room for lse in the kernels' unit, in two parts for float32 inputs, and for delta: (parts *
+    """Room for lse in the kernels' unit, in two parts where it is natural, and for delta: (parts *
     heads, padded rows), float32."""
     block = STATISTICS_BLOCK
     if p.layout == VARLEN:
         heads, rows = p.nheads, (q.shape[0] // block + p.batch) * block
     else:
         heads, rows = p.batch * p.nheads, -(-p.seqlen_q // block) * block
-    parts = 2 if two_parts(p) else 1
+    parts = 2 if launch.natural(p) else 1
     return (
         torch.empty(parts * heads, rows, dtype=torch.float32, device=q.device),
         torch.empty(heads, rows, dtype=torch.float32, device=q.device),
     )
-
-
-def two_parts(p: AttentionProblem) -> bool:
-    """Whether lse goes from forward to backward in more than float32."""
-    return p.dtype == "float32"
 
 
 def preprocess(
@@ -119,7 +114,6 @@ def preprocess(
         "HEAD_DIM_V": p.head_dim_v,
         "BLOCK_DV": launch.power_of_two(p.head_dim_v),
         "NATURAL": launch.natural(p),
-        "TWO_PARTS": two_parts(p),
     }
     options = compat.launch_options(num_warps=4 if p.head_dim_v <= 128 else 8, num_stages=1)
     return [Launch(flash_bwd_preprocess_kernel, grid, arguments, options)]
@@ -145,7 +139,7 @@ def _dkdv(
     ):
         shared = launch.shared_arguments(p, t)
         tiles = (config.BLOCK_M, shared["BLOCK_D"]), (config.BLOCK_M, shared["BLOCK_DV"])
-        streamed, use_tma = launch.streams({"q": t.q, "dout": dout}, tiles, config)
+        streamed, use_tma = launch.stream_rows(p, t.q, dout, tiles, config)
         arguments = {
             **streamed,
             "k": Of("k"),

@@ -22,7 +22,7 @@ def fwd(problem: AttentionProblem, tensors: AttentionTensors) -> tuple[Tensor, T
     p, arch = problem, launch.arch(tensors.q)
     t = launch.with_positive_scale(p, tensors)
     config = lookup.config("fa1_fwd", arch, p)
-    out, lse = launch.outputs(p, t.q)
+    out, lse = launch.outputs(p, t)
     if out.shape[-3] * p.nheads * p.batch == 0:
         return out.zero_(), lse
     call = launch.operands(t)
@@ -100,7 +100,7 @@ def _bwd(
     assert dout is not None and dq is not None and dk is not None and dv is not None
     shared = launch.shared_arguments(p, t)
     tiles = (config.BLOCK_M, shared["BLOCK_D"]), (config.BLOCK_M, shared["BLOCK_DV"])
-    streamed, use_tma = launch.streams({"q": t.q, "dout": dout}, tiles, config)
+    streamed, use_tma = launch.stream_rows(p, t.q, dout, tiles, config)
     arguments = {
         **streamed,
         **launch.statistics("lse_padded", "delta", call, config, use_tma),

@@ -18,7 +18,7 @@ def fwd(problem: AttentionProblem, tensors: AttentionTensors) -> tuple[Tensor, T
     p, arch = problem, launch.arch(tensors.q)
     t = launch.with_positive_scale(p, tensors)
     config = lookup.config("fwd", arch, p)
-    out, lse = launch.outputs(p, t.q)
+    out, lse = launch.outputs(p, t)
     if p.seqlen_q * p.nheads * p.batch == 0:
         return out.zero_(), lse
     call = launch.operands(t)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import lru_cache
@@ -87,8 +86,7 @@ class Launch:
         for place, name in self._tensors:
             values[place] = tensors[name]
         for place, name, template in self._descriptors:
-            values[place] = made = copy.copy(template)
-            made.base = tensors[name]
+            values[place] = compat.descriptor_of(template, tensors[name])
         if self._compiled is not None:
             self._compiled[(self._grid, 1, 1)](*values)
         else:
@@ -200,11 +198,11 @@ def with_positive_scale(problem: AttentionProblem, t: AttentionTensors) -> Atten
     return replace(t, q=t.q.neg()) if problem.softmax_scale < 0 else t
 
 
-def outputs(problem: AttentionProblem, q: Tensor) -> tuple[Tensor, Tensor]:
+def outputs(problem: AttentionProblem, t: AttentionTensors) -> tuple[Tensor, Tensor]:
     """A forward's out and lse, to be written; lse is -inf where a packed tensor has no sequence."""
-    p = problem
+    p, q = problem, t.q
     out = torch.empty(*q.shape[:-1], p.head_dim_v, dtype=q.dtype, device=q.device)
-    dtype = lse_dtype(q)
+    dtype = lse_dtype(t)
     if p.layout == VARLEN:
         return out, torch.full((p.nheads, q.shape[0]), -torch.inf, dtype=dtype, device=q.device)
     shape = (p.batch, p.nheads, p.seqlen_q)
@@ -223,6 +221,24 @@ def streams(
         return {name: Of(name) for name in tensors}, False
     made = zip(tensors.items(), tiles, strict=True)
     return {name: Of(name, descriptor(x, *tile)) for (name, x), tile in made}, True
+
+
+def stream_rows(
+    p: AttentionProblem,
+    q: Tensor,
+    dout: Tensor,
+    tiles: tuple[tuple[int, int], ...],
+    config: TileConfig,
+) -> tuple[dict[str, Any], bool]:
+    """``streams`` of the rows that a backward walks through.
+
+    Rows of a dense tensor that the window leaves no key go by pointers: the kernel clears them,
+    for which a tile must pass through registers anyway.
+    """
+    right = p.mask.window_right
+    if p.layout != VARLEN and right is not None and p.seqlen_q > p.seqlen_k + right:
+        config = replace(config, use_tma=False)
+    return streams({"q": q, "dout": dout}, tiles, config)
 
 
 def statistics(

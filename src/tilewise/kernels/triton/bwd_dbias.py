@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from .dropout import kept
-from .gradient import probabilities, score_gradient
+from .gradient import load_lse, probabilities, score_gradient
 from .score import bias_of, slope_of
 from .tiles import (
     keys_of,
@@ -96,7 +96,6 @@ def flash_bwd_dbias_kernel(
     Numerics: float32 sum.
     Source: ours; d s / d attn_bias = 1.
     """
-    TWO_PARTS: tl.constexpr = q.dtype.element_ty == tl.float32
     program = tl.program_id(0)
     n_tile = program % num_n_blocks
     m_tile = program // num_n_blocks % num_m_blocks
@@ -138,8 +137,7 @@ def flash_bwd_dbias_kernel(
             n_first, n_stop = keys_of(m_start, tl.minimum(m_start + BLOCK_M, used_q), MASK)
             q_tile = load_rows(Q, m_start, 0, used_q, BLOCK_M, HEAD_DIM, BLOCK_D, False, True)
             do_tile = load_rows(dO, m_start, 0, used_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV, False, True)
-            lse_i = load_statistics(lse_h, m_start, BLOCK_M, False)
-            low_i = load_statistics(lse_h, m_start, BLOCK_M, False, TWO_PARTS)
+            lse_i, low_i = load_lse(lse_h, m_start, SCORE, BLOCK_M, False)
             delta_i = load_statistics(delta_h, m_start, BLOCK_M, False)
             i = (m_start + tl.arange(0, BLOCK_M))[:, None]
             n_from = tl.maximum(n_tile * BLOCK_N, n_first // BLOCK_N * BLOCK_N)
@@ -163,7 +161,6 @@ def flash_bwd_dbias_kernel(
                     MASK,
                     True,
                     APPROX_TANH,
-                    TWO_PARTS,
                 )[0]
                 dp = tl.dot(do_tile, v_tile.T, input_precision=PRECISION)
                 if DROPOUT[0] is not None:

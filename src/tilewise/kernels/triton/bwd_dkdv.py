@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from .dropout import kept
-from .gradient import probabilities, score_gradient
+from .gradient import clear_empty, load_lse, probabilities, score_gradient
 from .score import bias_of, slope_of
 from .tiles import (
     clear_slack,
@@ -52,19 +52,22 @@ def _accumulate(
     WANT_DV: tl.constexpr,
 ):
     """Algorithm 2's inner loop over the row tiles of [m_from, m_to), on transposed tiles."""
-    TWO_PARTS: tl.constexpr = k.dtype == tl.float32
+    CLEAR: tl.constexpr = CHECK or SCORE[3] is not None or SCORE[4] is not None
     used_q = MASK[0]
     j = (n_start + tl.arange(0, BLOCK_N))[:, None]
     for m_start in tl.range(m_from, m_to, BLOCK_M):
         q = load_rows(Q, m_start, 0, used_q, BLOCK_M, HEAD_DIM, BLOCK_D, USE_TMA, CHECK)
         i = (m_start + tl.arange(0, BLOCK_M))[None, :]
-        lse_i = load_statistics(lse, m_start, BLOCK_M, USE_TMA)
-        low_i = load_statistics(lse, m_start, BLOCK_M, USE_TMA, TWO_PARTS)
+        lse_i, low_i = load_lse(lse, m_start, SCORE, BLOCK_M, USE_TMA)
+        if CLEAR:
+            q = clear_empty(q, lse_i)
         x = tl.dot(k, q.T, input_precision=PRECISION)  # (BLOCK_N, BLOCK_M)
         p, dcap = probabilities(
-            x, i, j, lse_i[None, :], low_i[None, :], SCORE, MASK, MASKED, APPROX_TANH, TWO_PARTS
+            x, i, j, lse_i[None, :], low_i[None, :], SCORE, MASK, MASKED, APPROX_TANH
         )
         do = load_rows(dO, m_start, 0, used_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV, USE_TMA, CHECK)
+        if CLEAR:
+            do = clear_empty(do, lse_i)
         pz = p
         if DROPOUT[0] is not None:
             keep = kept(DROPOUT, m_start, n_start, BLOCK_M, BLOCK_N).T

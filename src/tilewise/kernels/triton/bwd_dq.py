@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from .dropout import kept
-from .gradient import probabilities, score_gradient
+from .gradient import clear_empty, load_lse, probabilities, score_gradient
 from .score import bias_of, slope_of
 from .tiles import (
     clear_slack,
@@ -52,7 +52,6 @@ def _accumulate(
     APPROX_TANH: tl.constexpr,
 ):
     """The loop over the key tiles of [n_from, n_to)."""
-    TWO_PARTS: tl.constexpr = q.dtype == tl.float32
     i = (m_start + tl.arange(0, BLOCK_M))[:, None]
     for n_start in tl.range(n_from, n_to, BLOCK_N):
         k = load_rows(K, n_start, n_first, n_stop, BLOCK_N, HEAD_DIM, BLOCK_D, USE_TMA, CHECK)
@@ -60,7 +59,7 @@ def _accumulate(
         j = (n_start + tl.arange(0, BLOCK_N))[None, :]
         x = tl.dot(q, k.T, input_precision=PRECISION)  # (BLOCK_M, BLOCK_N)
         p, dcap = probabilities(
-            x, i, j, lse_i[:, None], low_i[:, None], SCORE, MASK, MASKED, APPROX_TANH, TWO_PARTS
+            x, i, j, lse_i[:, None], low_i[:, None], SCORE, MASK, MASKED, APPROX_TANH
         )
         dp = tl.dot(do, v.T, input_precision=PRECISION)  # (BLOCK_M, BLOCK_N)
         if DROPOUT[0] is not None:
@@ -191,8 +190,8 @@ def flash_bwd_dq_kernel(
     CUT_K: tl.constexpr = not USE_TMA or cu_seqlens_k is not None or window_left is not None
     q_tile = load_rows(Q, m_start, 0, used_q, BLOCK_M, HEAD_DIM, BLOCK_D, False, True)
     do_tile = load_rows(dO, m_start, 0, used_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV, False, True)
-    lse_i = load_statistics(lse, m_start, BLOCK_M, False)
-    low_i = load_statistics(lse, m_start, BLOCK_M, False, q_tile.dtype == tl.float32)
+    lse_i, low_i = load_lse(lse, m_start, SCORE, BLOCK_M, False)
+    q_tile, do_tile = clear_empty(q_tile, lse_i), clear_empty(do_tile, lse_i)
     delta_i = load_statistics(delta, m_start, BLOCK_M, False)
     acc_dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     m_stop = tl.minimum(m_start + BLOCK_M, used_q)

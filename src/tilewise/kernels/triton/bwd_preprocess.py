@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .score import LOG2E, NEG_INF
+from .score import LOG2E, NEG_INF, last_place
 from .tiles import (
     STATISTICS_BLOCK,
     load_rows,
@@ -37,13 +37,12 @@ def flash_bwd_preprocess_kernel(
     HEAD_DIM_V: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     NATURAL: tl.constexpr,
-    TWO_PARTS: tl.constexpr,
 ):
     """The statistics of a row that the backward's loops read, in whole blocks.
 
     Computes: delta_i = sum_d dO_id O_id - dlse_i, and lse_i in base 2 (natural with NATURAL). In
         rows without keys and past the end delta is 0 and lse +inf, so that P is 0 there. With
-        TWO_PARTS what float32 leaves of lse follows as a second part.
+        NATURAL what float32 leaves of lse follows as a second part, in ``last_place`` of the first.
     Grid: flat over blocks of STATISTICS_BLOCK rows, heads and sequences.
     Numerics: float32.
     Source: Dao 2023, "FlashAttention-2", Algorithm 2, line 4; dlse is ours: d lse_i / d s_ij is
@@ -80,6 +79,7 @@ def flash_bwd_preprocess_kernel(
     )
     tl.store(delta_h[0] + offs_m, delta_i)
     tl.store(lse_h[0] + offs_m, high_i)
-    if TWO_PARTS:
-        low_i = tl.where(empty, 0.0, (lse_i - high_i.to(lse_i.dtype)).to(tl.float32))
+    if NATURAL:
+        low_i = (lse_i - high_i.to(lse_i.dtype)) / last_place(high_i)
+        low_i = tl.where(empty, 0.0, low_i.to(tl.float32))
         tl.store(lse_h[0] + lse_h[1] + offs_m, low_i)

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from .dropout import kept
-from .gradient import probabilities, score_gradient
+from .gradient import clear_empty, load_lse, probabilities, score_gradient
 from .score import bias_of, slope_of
 from .scratch import load_scratch, scratch_of, scratch_row, store_scratch
 from .tiles import (
@@ -51,18 +51,18 @@ def _visit_rows(
     APPROX_TANH: tl.constexpr,
 ):
     """Algorithm 4's inner loop, lines 9 to 23, over the row tiles of [m_from, m_to)."""
-    TWO_PARTS: tl.constexpr = k.dtype == tl.float32
     used_q = MASK[0]
     j = (n_start + tl.arange(0, BLOCK_N))[None, :]
     for m_start in tl.range(m_from, m_to, BLOCK_M):
         i = (m_start + tl.arange(0, BLOCK_M))[:, None]
         q = load_rows(Q, m_start, 0, used_q, BLOCK_M, HEAD_DIM, BLOCK_D, USE_TMA, CHECK)  # 10
         do = load_rows(dO, m_start, 0, used_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV, USE_TMA, CHECK)
-        lse_i = load_statistics(lse, m_start, BLOCK_M, USE_TMA)
-        low_i = load_statistics(lse, m_start, BLOCK_M, USE_TMA, TWO_PARTS)
+        lse_i, low_i = load_lse(lse, m_start, SCORE, BLOCK_M, USE_TMA)
+        if CHECK or SCORE[3] is not None or SCORE[4] is not None:
+            q, do = clear_empty(q, lse_i), clear_empty(do, lse_i)
         x = tl.dot(q, k.T, input_precision=PRECISION)  # 11: (BLOCK_M, BLOCK_N)
         p, dcap = probabilities(
-            x, i, j, lse_i[:, None], low_i[:, None], SCORE, MASK, MASKED, APPROX_TANH, TWO_PARTS
+            x, i, j, lse_i[:, None], low_i[:, None], SCORE, MASK, MASKED, APPROX_TANH
         )  # 12, 13
         dp = tl.dot(do, v.T, input_precision=PRECISION)  # 17
         pz = p

@@ -7,7 +7,24 @@ dP = (dO V^T) Z        dS = P (dP - delta) dcap, dcap = d s / d (softmax_scale x
 import triton
 import triton.language as tl
 
-from .score import exp_scores, scores
+from .score import NEG_INF, exp_scores, scores
+from .tiles import load_statistics
+
+
+@triton.jit
+def load_lse(LSE, m_start, SCORE, BLOCK_M: tl.constexpr, USE_TMA: tl.constexpr):
+    """lse of rows m_start, ..., (BLOCK_M,); in natural units also what float32 leaves of it."""
+    high_i = load_statistics(LSE, m_start, BLOCK_M, USE_TMA)
+    low_i = high_i
+    if SCORE[7] is not None:
+        low_i = load_statistics(LSE, m_start, BLOCK_M, USE_TMA, 1)
+    return high_i, low_i
+
+
+@triton.jit
+def clear_empty(x, lse_i):
+    """Rows of x, with 0 for those that see no key: whatever stands there reaches no gradient."""
+    return tl.where((lse_i == -NEG_INF)[:, None], 0.0, x)
 
 
 @triton.jit
@@ -21,15 +38,14 @@ def probabilities(
     MASK,
     MASKED: tl.constexpr,
     APPROX_TANH: tl.constexpr,
-    TWO_PARTS: tl.constexpr,
 ):
     """P and d s / d (softmax_scale x) from x = q k^T.
 
-    lse_i broadcasts to the tile. With TWO_PARTS (float32 inputs, natural units) lse is lse_i +
-    low_i: beside a large score one float32 has no digits left for the logarithm of the sum.
+    lse_i broadcasts to the tile. In natural units lse is lse_i + low_i: beside a large score one
+    float32 has no digits left for the logarithm of the sum.
     """
     s, dcap = scores(x, i, j, SCORE, MASK, MASKED, APPROX_TANH)
-    if TWO_PARTS:
+    if SCORE[7] is not None:
         return exp_scores(s - lse_i, low_i, SCORE), dcap
     else:
         return exp_scores(s, lse_i, SCORE), dcap

@@ -149,11 +149,21 @@ def from_natural(x, SCORE):
 
 
 @triton.jit
+def last_place(m):
+    """The unit in which ``to_lse`` adds a logarithm to m, float64: 1 up to 2^31."""
+    return tl.maximum(tl.abs(m.to(tl.float64)) * 2.0**-31, 1.0)
+
+
+@triton.jit
 def to_lse(m, total, SCORE):
-    """log-sum-exp, natural, from a reference m and the sum relative to it; float64 in natural
-    units, so that a large m leaves room for the logarithm."""
+    """log-sum-exp, natural, from a reference m and the sum relative to it.
+
+    In natural units float64, so that a large m leaves room for the logarithm. Beside one that even
+    float64 leaves none (finfo.min as a mask), the logarithm, at most 2^5, counts digits behind
+    float32's last: less than half of m's last place, so that float32 of the result is m.
+    """
     if SCORE[7] is not None:
-        return m.to(tl.float64) + (tl.log2(total) * LN2).to(tl.float64)
+        return m.to(tl.float64) + (tl.log2(total) * LN2).to(tl.float64) * last_place(m)
     else:
         return (m + tl.log2(total)) * LN2
 
