@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .dropout import kept
+from .dropout import drop, kept_transposed
 from .gradient import clear_empty, load_lse, probabilities, score_gradient
 from .score import bias_of, slope_of
 from .tiles import (
@@ -70,8 +70,8 @@ def _accumulate(
             do = clear_empty(do, lse_i)
         pz = p
         if DROPOUT[0] is not None:
-            keep = kept(DROPOUT, m_start, n_start, BLOCK_M, BLOCK_N).T
-            pz = tl.where(keep, p, 0.0)
+            keep = kept_transposed(DROPOUT, m_start, n_start, BLOCK_M, BLOCK_N)
+            pz = drop(p, keep)
         if WANT_DK:
             dp = tl.dot(v, do.T, input_precision=PRECISION)  # (BLOCK_N, BLOCK_M)
             if DROPOUT[0] is not None:

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .dropout import kept
+from .dropout import drop, kept
 from .gradient import clear_empty, load_lse, probabilities, score_gradient
 from .score import bias_of, slope_of
 from .scratch import load_scratch, scratch_of, scratch_row, store_scratch
@@ -68,7 +68,7 @@ def _visit_rows(
         pz = p
         if DROPOUT[0] is not None:
             keep = kept(DROPOUT, m_start, n_start, BLOCK_M, BLOCK_N)  # 14
-            pz = tl.where(keep, p, 0.0)  # 15
+            pz = drop(p, keep)  # 15
             dp = tl.where(keep, dp * keep_scale, 0.0)  # 18
         dv = tl.dot(pz.to(do.dtype).T, do, dv, input_precision=PRECISION)  # 16
         delta_i = load_statistics(delta, m_start, BLOCK_M, USE_TMA)  # 19, by ``bwd_preprocess.py``

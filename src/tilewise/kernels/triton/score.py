@@ -163,7 +163,8 @@ def to_lse(m, total, SCORE):
     float32's last: less than half of m's last place, so that float32 of the result is m.
     """
     if SCORE[7] is not None:
-        return m.to(tl.float64) + (tl.log2(total) * LN2).to(tl.float64) * last_place(m)
+        # float32's approximate logarithm would be wrong by several of its last digits
+        return m.to(tl.float64) + tl.log(total.to(tl.float64)) * last_place(m)
     else:
         return (m + tl.log2(total)) * LN2
 
