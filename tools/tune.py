@@ -385,7 +385,8 @@ def tune(args: argparse.Namespace) -> None:
 
 
 def _candidates(target: Target, arch: str, args: argparse.Namespace) -> Iterator[TileConfig]:
-    return lookup.preferences(target.key, arch) if args.estimate else grid(target.key, arch, args)
+    found = lookup.preferences(target.key, arch) if args.estimate else grid(target.key, arch, args)
+    return (c for c in found if not args.only or short(asdict(c)) in args.only)
 
 
 def _add(target: Target, config: TileConfig, compilers: Compilers) -> None:
@@ -555,6 +556,7 @@ def arguments() -> argparse.Namespace:
     add("--stages", type=several(int), default=[2, 3, 1, 4], help="depths of the pipeline")
     add("--maxnreg", type=several(int), default=[0], help="caps on registers to try; 0 is none")
     add("--least-registers", type=int, default=32, help="of accumulators: skips tiny tiles")
+    add("--only", type=several(), default=[], help="candidates to try, in logs' words")
     add("--most", type=int, default=0, help="candidates of a row; 0 is all")
     add("--tokens", type=int, default=16384)
     add("--seqlen", type=int, default=4096)
