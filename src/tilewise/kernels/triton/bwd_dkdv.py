@@ -7,6 +7,7 @@ from .dropout import drop, kept_transposed
 from .gradient import clear_empty, load_lse, probabilities, score_gradient
 from .score import bias_of, slope_of
 from .tiles import (
+    accumulate,
     clear_slack,
     keys_of,
     load_rows,
@@ -77,11 +78,11 @@ def _accumulate(
             if DROPOUT[0] is not None:
                 dp = tl.where(keep, dp * keep_scale, 0.0)
         if WANT_DV:
-            dv = tl.dot(pz.to(do.dtype), do, dv, input_precision=PRECISION)
+            dv = accumulate(dv, pz.to(do.dtype), do, PRECISION)
         if WANT_DK:
             delta_i = load_statistics(delta, m_start, BLOCK_M, USE_TMA)
             ds = score_gradient(p, dp, delta_i[None, :], dcap, SCORE)
-            dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+            dk = accumulate(dk, ds.to(q.dtype), q, PRECISION)
     return dk, dv
 
 

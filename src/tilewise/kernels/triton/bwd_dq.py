@@ -7,6 +7,7 @@ from .dropout import kept
 from .gradient import clear_empty, load_lse, probabilities, score_gradient
 from .score import bias_of, slope_of
 from .tiles import (
+    accumulate,
     clear_slack,
     key_blocks,
     keys_of,
@@ -68,7 +69,7 @@ def _accumulate(
         ds = score_gradient(p, dp, delta_i[:, None], dcap, SCORE)
         if SCORE[3] is not None or SCORE[4] is not None:
             k = tl.where((tl.max(p, 0) == 0.0)[:, None], 0.0, k)  # 0 times NaN is NaN
-        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+        dq = accumulate(dq, ds.to(k.dtype), k, PRECISION)
     return dq
 
 

@@ -8,6 +8,7 @@ from .gradient import clear_empty, load_lse, probabilities, score_gradient
 from .score import bias_of, slope_of
 from .scratch import load_scratch, scratch_of, scratch_row, store_scratch
 from .tiles import (
+    accumulate,
     clear_slack,
     keys_of,
     load_rows,
@@ -70,16 +71,16 @@ def _visit_rows(
             keep = kept(DROPOUT, m_start, n_start, BLOCK_M, BLOCK_N)  # 14
             pz = drop(p, keep)  # 15
             dp = tl.where(keep, dp * keep_scale, 0.0)  # 18
-        dv = tl.dot(pz.to(do.dtype).T, do, dv, input_precision=PRECISION)  # 16
+        dv = accumulate(dv, pz.to(do.dtype).T, do, PRECISION)  # 16
         delta_i = load_statistics(delta, m_start, BLOCK_M, USE_TMA)  # 19, by ``bwd_preprocess.py``
         ds = score_gradient(p, dp, delta_i[:, None], dcap, SCORE)  # 20
         ds = ds.to(q.dtype)
-        dk = tl.dot(ds.T, q, dk, input_precision=PRECISION)  # 22
+        dk = accumulate(dk, ds.T, q, PRECISION)  # 22
         k_i = k
         if SCORE[3] is not None or SCORE[4] is not None:
             k_i = tl.where((tl.max(p, 0) == 0.0)[:, None], 0.0, k)  # 0 times NaN is NaN
         dq = load_scratch(dQ_i, m_start, BLOCK_M, BLOCK_D)
-        dq = tl.dot(ds, k_i, dq, input_precision=PRECISION)
+        dq = accumulate(dq, ds, k_i, PRECISION)
         store_scratch(dQ_i, m_start, dq, BLOCK_M, BLOCK_D)  # 21
     return dk, dv
 

@@ -7,6 +7,7 @@ from .dropout import drop, kept
 from .score import bias_of, hides_keys, scores, slope_of, to_lse
 from .softmax import initial_state, online_softmax
 from .tiles import (
+    accumulate,
     clear_slack,
     key_blocks,
     keys_of,
@@ -63,7 +64,7 @@ def _attend(
         v = load_rows(V, n_start, n_first, n_stop, BLOCK_N, HEAD_DIM_V, BLOCK_DV, USE_TMA, CHECK)
         if SCORE[3] is not None or SCORE[4] is not None:
             v = tl.where(hides_keys(s)[:, None], 0.0, v)  # 0 times NaN is NaN
-        acc_o = tl.dot(p.to(v.dtype), v, acc_o, input_precision=PRECISION)
+        acc_o = accumulate(acc_o, p.to(v.dtype), v, PRECISION)
     return acc_o, m_i, l_i
 
 

@@ -125,6 +125,20 @@ def load_statistics(
 
 
 @triton.jit
+def accumulate(acc, a, b, PRECISION: tl.constexpr):
+    """acc + a b, in float32.
+
+    A product of float32 tiles is summed for itself first. Else one chain of additions would run
+    through all tiles, and the result's error grow with their number; tensor cores sum in pieces.
+    """
+    if a.dtype == tl.float32:
+        # an fma, since the compiler would make acc + a b that chain
+        return tl.fma(acc, 1.0, tl.dot(a, b, input_precision=PRECISION))
+    else:
+        return tl.dot(a, b, acc, input_precision=PRECISION)
+
+
+@triton.jit
 def load_rows(
     SOURCE,
     row,
