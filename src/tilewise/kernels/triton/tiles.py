@@ -39,7 +39,7 @@ def rows_of_sequence(batch_id, cu_seqlens, seqused, seqlen, total):
     Boundaries are clamped to the tensor, so that no value of cu_seqlens leads outside it.
     """
     if cu_seqlens is None:
-        start = tl.zeros((), tl.int64)
+        start = tl.cast(0, tl.int64)
         length = seqlen
         used = seqlen
     else:
@@ -300,9 +300,10 @@ def visible(i, j, MASK):
     """Whether row i sees key j, for tensors of indices that broadcast; keys past the end never."""
     seqlen_q, seqlen_k, window_left, window_right = MASK
     d = i + (seqlen_k - seqlen_q)
-    seen = j < seqlen_k
+    if window_right is not None:
+        seen = j <= tl.minimum(d + window_right, seqlen_k - 1)
+    else:
+        seen = j < seqlen_k
     if window_left is not None:
         seen = seen & (j >= d - window_left)
-    if window_right is not None:
-        seen = seen & (j <= d + window_right)
     return seen
