@@ -55,7 +55,10 @@ def test_the_key_of_a_kernel_has_no_size(
     kernel: str, call: dict[str, Any], head_dim: int, compiler: Callable[..., Any]
 ) -> None:
     for name, found in keys(compiler, kernel=kernel, head_dim=head_dim, **call).items():
-        assert len(found) == 1, f"{name} is compiled anew for {list(found.values())[1:]}"
+        # a backward clears rows that the window leaves no key, which takes loads of another kind
+        every_row_sees = [[x for x in shapes if x[3] <= x[4]] for shapes in found.values()]
+        assert sum(map(bool, every_row_sees)) == 1, f"{name} is compiled anew for {every_row_sees}"
+        assert len(found) <= (2 if "mask" in call and "bwd" in kernel else 1), found
 
 
 @pytest.mark.compile
@@ -103,6 +106,7 @@ def test_no_launch_recompiles(algorithm: str) -> None:
         out.sum().backward()
 
     run(*SHAPES[0])
+    run(2, 4, 4, 1024, 1)  # rows without keys, as above
     before = compiled()
     assert min(before) >= 1
     for shape in SHAPES[1:-1]:

@@ -14,6 +14,7 @@ from .tiles import (
     load_statistics,
     padded_statistics_of,
     row_blocks,
+    rows_of,
     rows_of_sequence,
     source,
     store_rows,
@@ -53,21 +54,22 @@ def _accumulate(
     WANT_DV: tl.constexpr,
 ):
     """Algorithm 2's inner loop over the row tiles of [m_from, m_to), on transposed tiles."""
-    CLEAR: tl.constexpr = CHECK or SCORE[3] is not None or SCORE[4] is not None
-    used_q = MASK[0]
+    HIDDEN: tl.constexpr = SCORE[3] is not None or SCORE[4] is not None
+    # rows that the window leaves no key may hold anything
+    first_q, used_q = rows_of(0, MASK[1], MASK)
     j = (n_start + tl.arange(0, BLOCK_N))[:, None]
     for m_start in tl.range(m_from, m_to, BLOCK_M):
-        q = load_rows(Q, m_start, 0, used_q, BLOCK_M, HEAD_DIM, BLOCK_D, USE_TMA, CHECK)
+        q = load_rows(Q, m_start, first_q, used_q, BLOCK_M, HEAD_DIM, BLOCK_D, USE_TMA, CHECK)
         i = (m_start + tl.arange(0, BLOCK_M))[None, :]
         lse_i, low_i = load_lse(lse, m_start, SCORE, BLOCK_M, USE_TMA)
-        if CLEAR:
+        if HIDDEN:
             q = clear_empty(q, lse_i)
         x = tl.dot(k, q.T, input_precision=PRECISION)  # (BLOCK_N, BLOCK_M)
         p, dcap = probabilities(
             x, i, j, lse_i[None, :], low_i[None, :], SCORE, MASK, MASKED, APPROX_TANH
         )
-        do = load_rows(dO, m_start, 0, used_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV, USE_TMA, CHECK)
-        if CLEAR:
+        do = load_rows(dO, m_start, first_q, used_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV, USE_TMA, CHECK)
+        if HIDDEN:
             do = clear_empty(do, lse_i)
         pz = p
         if DROPOUT[0] is not None:

@@ -14,6 +14,7 @@ from .tiles import (
     load_rows,
     load_statistics,
     padded_statistics_of,
+    rows_of,
     rows_of_sequence,
     source,
     store_rows,
@@ -189,10 +190,12 @@ def flash_bwd_dq_kernel(
     )
 
     CUT_K: tl.constexpr = not USE_TMA or cu_seqlens_k is not None or window_left is not None
-    q_tile = load_rows(Q, m_start, 0, used_q, BLOCK_M, HEAD_DIM, BLOCK_D, False, True)
-    do_tile = load_rows(dO, m_start, 0, used_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV, False, True)
+    first_q, stop_q = rows_of(0, used_k, MASK)  # rows without keys may hold anything
+    q_tile = load_rows(Q, m_start, first_q, stop_q, BLOCK_M, HEAD_DIM, BLOCK_D, False, True)
+    do_tile = load_rows(dO, m_start, first_q, stop_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV, False, True)
     lse_i, low_i = load_lse(lse, m_start, SCORE, BLOCK_M, False)
-    q_tile, do_tile = clear_empty(q_tile, lse_i), clear_empty(do_tile, lse_i)
+    if attn_bias is not None or attn_mask is not None:
+        q_tile, do_tile = clear_empty(q_tile, lse_i), clear_empty(do_tile, lse_i)
     delta_i = load_statistics(delta, m_start, BLOCK_M, False)
     acc_dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     m_stop = tl.minimum(m_start + BLOCK_M, used_q)

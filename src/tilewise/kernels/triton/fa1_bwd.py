@@ -15,6 +15,7 @@ from .tiles import (
     load_statistics,
     padded_statistics_of,
     row_blocks,
+    rows_of,
     rows_of_sequence,
     source,
     store_rows,
@@ -52,14 +53,15 @@ def _visit_rows(
     APPROX_TANH: tl.constexpr,
 ):
     """Algorithm 4's inner loop, lines 9 to 23, over the row tiles of [m_from, m_to)."""
-    used_q = MASK[0]
+    # rows that the window leaves no key may hold anything
+    first_q, used_q = rows_of(0, MASK[1], MASK)
     j = (n_start + tl.arange(0, BLOCK_N))[None, :]
     for m_start in tl.range(m_from, m_to, BLOCK_M):
         i = (m_start + tl.arange(0, BLOCK_M))[:, None]
-        q = load_rows(Q, m_start, 0, used_q, BLOCK_M, HEAD_DIM, BLOCK_D, USE_TMA, CHECK)  # 10
-        do = load_rows(dO, m_start, 0, used_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV, USE_TMA, CHECK)
+        q = load_rows(Q, m_start, first_q, used_q, BLOCK_M, HEAD_DIM, BLOCK_D, USE_TMA, CHECK)  # 10
+        do = load_rows(dO, m_start, first_q, used_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV, USE_TMA, CHECK)
         lse_i, low_i = load_lse(lse, m_start, SCORE, BLOCK_M, USE_TMA)
-        if CHECK or SCORE[3] is not None or SCORE[4] is not None:
+        if SCORE[3] is not None or SCORE[4] is not None:
             q, do = clear_empty(q, lse_i), clear_empty(do, lse_i)
         x = tl.dot(q, k.T, input_precision=PRECISION)  # 11: (BLOCK_M, BLOCK_N)
         p, dcap = probabilities(

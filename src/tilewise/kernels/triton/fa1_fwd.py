@@ -59,7 +59,7 @@ def _visit_rows(
         if DROPOUT[0] is not None:
             p = drop(p, kept(DROPOUT, m_start, n_start, BLOCK_M, BLOCK_N))  # 14
         # an O of 0 and an l of 0, in rows without keys, stay so
-        inverse = tl.div_rn(1.0, tl.where(l_new == 0.0, 1.0, l_new))
+        inverse = 1.0 / tl.where(l_new == 0.0, 1.0, l_new)
         v_i = v
         if SCORE[3] is not None or SCORE[4] is not None:
             v_i = tl.where(hides_keys(s)[:, None], 0.0, v)  # 0 times NaN is NaN

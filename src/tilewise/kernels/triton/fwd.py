@@ -201,8 +201,7 @@ def flash_fwd_kernel(
         USE_TMA, False, PRECISION, APPROX_TANH,
     )  # fmt: skip
 
-    # rounded as IEEE does: the quotient's error is the whole row's, and delta's in the backward
-    acc_o = acc_o * tl.div_rn(keep_scale, tl.where(l_i == 0.0, 1.0, l_i))[:, None]
+    acc_o = acc_o * (keep_scale / tl.where(l_i == 0.0, 1.0, l_i))[:, None]
     offs_m = m_start + tl.arange(0, BLOCK_M)
     # rows past seqused: no output, lse -inf
     lse_i = tl.where(offs_m < used_q, to_lse(m_i, l_i, SCORE), float("-inf"))

@@ -300,10 +300,9 @@ def visible(i, j, MASK):
     """Whether row i sees key j, for tensors of indices that broadcast; keys past the end never."""
     seqlen_q, seqlen_k, window_left, window_right = MASK
     d = i + (seqlen_k - seqlen_q)
-    if window_right is not None:
-        seen = j <= tl.minimum(d + window_right, seqlen_k - 1)
-    else:
-        seen = j < seqlen_k
+    seen = j < seqlen_k
     if window_left is not None:
         seen = seen & (j >= d - window_left)
+    if window_right is not None:
+        seen = seen & (j <= d + window_right)
     return seen
