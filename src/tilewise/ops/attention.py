@@ -55,6 +55,37 @@ def _bwd(dout: Tensor, dlse: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
     return tuple(nothing.clone() if x is None else x for x in (g.dq, g.dk, g.dv, g.dbias, g.dsink))
 
 
+def run_fwd(arguments: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+    """``flash_attn_fwd`` below autograd, past torch's dispatcher where nothing watches it."""
+    if _watched(arguments):
+        with torch._C._AutoDispatchBelowAutograd():
+            return flash_attn_fwd(*arguments)
+    return _fwd(*arguments)
+
+
+def run_bwd(arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    """``flash_attn_bwd``, likewise."""
+    if _watched(arguments):
+        with torch._C._AutoDispatchBelowAutograd():
+            return flash_attn_bwd(*arguments)
+    return _bwd(*arguments)
+
+
+def _watched(arguments: tuple[Any, ...]) -> bool:
+    """Whether someone may want to see the operator: a mode, a profiler, a subclass of Tensor, the
+    meta device. To dispatch costs as much as all the rest of a call."""
+    return (
+        any(x.is_meta for x in arguments[:3] if x is not None)
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._len_torch_function_stack() > 0
+        or torch._C._autograd._profiler_enabled()
+        or not all(type(x) in _UNSEEN for x in arguments)
+    )
+
+
+_UNSEEN = frozenset((Tensor, torch.nn.Parameter, type(None), int, float, bool, str, list, tuple))
+
+
 def _probs(*arguments: Any) -> Tensor:
     tensors, scalars = split(arguments)
     problem = describe(tensors, scalars, needs_grad=False, attn_probs=True)

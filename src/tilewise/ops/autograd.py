@@ -19,7 +19,15 @@ from torch import Tensor
 from ..backends import reference
 from ..dispatch import choose
 from . import vmap
-from .attention import DIFFERENTIABLE, NAMESPACE, flash_attn_bwd, flash_attn_fwd, library
+from .attention import (
+    DIFFERENTIABLE,
+    NAMESPACE,
+    flash_attn_bwd,
+    flash_attn_fwd,
+    library,
+    run_bwd,
+    run_fwd,
+)
 from .schema import NUM_ARGUMENTS, NUM_TENSORS, describe, split
 
 
@@ -98,9 +106,7 @@ class AttentionBackward(torch.autograd.Function):
     def forward(*arguments: Any) -> tuple[Tensor, ...]:
         """The operator."""
         *rest, wanted = arguments
-        with torch._C._AutoDispatchBelowAutograd():  # this function is the derivative's place
-            found: tuple[Tensor, ...] = flash_attn_bwd(*rest, list(wanted))
-        return found
+        return run_bwd((*rest, list(wanted)))
 
     setup_context = staticmethod(_bwd_context)
     backward = staticmethod(_bwd_backward)
@@ -115,8 +121,7 @@ def _differentiable_bwd(*arguments: Any) -> Any:
     """The backward: differentiable in its turn where that may be asked for."""
     if torch.is_grad_enabled() or _transformed():
         return AttentionBackward.apply(*arguments[:-1], tuple(arguments[-1]))
-    with torch._C._AutoDispatchBelowAutograd():
-        return flash_attn_bwd(*arguments)
+    return run_bwd(arguments)
 
 
 class Attention(torch.autograd.Function):
@@ -125,9 +130,7 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
         """The operator."""
-        with torch._C._AutoDispatchBelowAutograd():  # this function is the derivative's place
-            found: tuple[Tensor, Tensor] = flash_attn_fwd(*arguments)
-        return found
+        return run_fwd(arguments)
 
     setup_context = staticmethod(_fwd_context)
 
@@ -148,8 +151,7 @@ class EagerAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
         """The operator."""
-        with torch._C._AutoDispatchBelowAutograd():
-            found: tuple[Tensor, Tensor] = flash_attn_fwd(*arguments)
+        found = run_fwd(arguments)
         _fwd_context(ctx, arguments, found)
         return found
 
@@ -176,8 +178,10 @@ def attention(arguments: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
         call: Callable[..., Any] = flash_attn_fwd
     elif _transformed():
         call = Attention.apply
-    else:  # torch's look-up of an operator's derivative costs more than the call
-        call = EagerAttention.apply if torch.is_grad_enabled() else flash_attn_fwd
+    elif torch.is_grad_enabled():  # torch's look-up of an operator's derivative costs more
+        call = EagerAttention.apply
+    else:
+        return run_fwd(arguments)
     found: tuple[Tensor, Tensor] = call(*arguments)
     return found
 
