@@ -232,8 +232,8 @@ def stream_rows(
 ) -> tuple[dict[str, Any], bool]:
     """``streams`` of the rows that a backward walks through.
 
-    Rows of a dense tensor that the window leaves no key go by pointers: the kernel clears them,
-    for which a tile must pass through registers anyway.
+    Where the window leaves rows of a dense tensor no key they go by pointers, whose loads have a
+    mask that can leave these rows out; in a packed tensor the end of a sequence is cut as well.
     """
     right = p.mask.window_right
     if p.layout != VARLEN and right is not None and p.seqlen_q > p.seqlen_k + right:
