@@ -6,6 +6,7 @@ forward and backward may be taken by different ones.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -72,18 +73,38 @@ def run_bwd(arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
 
 
 def _watched(arguments: tuple[Any, ...]) -> bool:
-    """Whether someone may want to see the operator: a mode, a profiler, a subclass of Tensor, the
-    meta device. To dispatch costs as much as all the rest of a call."""
+    """Whether torch's dispatcher may have something to do for this call: a mode, a profiler, a
+    tracer, or a tensor that is not plain memory on a CPU or GPU (a subclass, a batch of
+    torch's old vmap, one with a lazy negation, one of the meta device). To go through it costs as
+    much as all the rest of a call."""
     return (
-        any(x.is_meta for x in arguments[:3] if x is not None)
-        or torch._C._len_torch_dispatch_stack() > 0
+        torch._C._len_torch_dispatch_stack() > 0
         or torch._C._len_torch_function_stack() > 0
         or torch._C._autograd._profiler_enabled()
-        or not all(type(x) in _UNSEEN for x in arguments)
+        or torch._C._get_tracing_state() is not None
+        or torch._C._dispatch_tls_local_include_set().raw_repr() != _INCLUDED
+        or not all(_is_plain(x) for x in arguments if isinstance(x, Tensor))
     )
 
 
-_UNSEEN = frozenset((Tensor, torch.nn.Parameter, type(None), int, float, bool, str, list, tuple))
+def _is_plain(x: Tensor) -> bool:
+    return type(x) in (Tensor, torch.nn.Parameter) and (
+        torch._C._dispatch_keys(x).raw_repr() in _keys_of_plain_tensors(x.device.type)
+    )
+
+
+@cache
+def _keys_of_plain_tensors(device: str) -> frozenset[int]:
+    """What torch dispatches by for dense memory on a device, outside inference mode and inside."""
+    found = []
+    for inference in (False, True):
+        with torch.inference_mode(inference):
+            found.append(torch._C._dispatch_keys(torch.empty(0, device=device)).raw_repr())
+    return frozenset(found if device in ("cpu", "cuda") else ())
+
+
+# Keys that every call has, whatever its tensors; a transform or a mode in C++ adds its own.
+_INCLUDED = torch._C._dispatch_tls_local_include_set().raw_repr()
 
 
 def _probs(*arguments: Any) -> Tensor:
