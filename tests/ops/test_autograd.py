@@ -242,3 +242,10 @@ def test_gradients_reach_broadcast_biases_in_their_shape(engine):
             flash_attn_func(q, k, v, attn_bias=full, **engine).cos().sum(), full
         )
         torch.testing.assert_close(got, want.sum_to_size(shape), rtol=1e-11, atol=1e-12)
+
+
+def test_double_backward_on_the_meta_device():
+    q, k, v = (torch.zeros(1, 5, 2, 8, device="meta", requires_grad=True) for _ in range(3))
+    (g,) = torch.autograd.grad(flash_attn_func(q, k, v).sum(), q, create_graph=True)
+    (twice,) = torch.autograd.grad(g.sum(), k)
+    assert twice.shape == k.shape

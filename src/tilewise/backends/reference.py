@@ -106,8 +106,8 @@ def _scores(problem: AttentionProblem, t: AttentionTensors, dtype: torch.dtype) 
     return _Scores(s, seen, slope, q, k)
 
 
-def _softmax(sc: _Scores, sink: Tensor | None) -> tuple[Tensor, Tensor]:
-    """p (B, H, Sq, Sk) and lse (B, H, Sq)."""
+def _softmax(sc: _Scores, sink: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """p (B, H, Sq, Sk), lse and the sink's weight, (B, H, Sq)."""
     s = sc.s
     m = s.detach().amax(-1) if s.shape[-1] else s.new_full(s.shape[:-1], NEG_INF)
     if sink is not None:
@@ -115,14 +115,14 @@ def _softmax(sc: _Scores, sink: Tensor | None) -> tuple[Tensor, Tensor]:
         m = torch.maximum(m, sink.detach())
     m = m.masked_fill(m == NEG_INF, 0.0)
     total = torch.exp(s - m[..., None]).sum(-1)
-    if sink is not None:
-        total = total + torch.exp(sink - m)
+    p_sink = torch.zeros_like(total) if sink is None else torch.exp(sink - m)
+    total = total + p_sink
     empty = total == 0
     total = total.masked_fill(empty, 1.0)
     lse = (m + torch.log(total)).masked_fill(empty, NEG_INF)
     # not exp(s - lse): beside a large m the sum's logarithm is lost
     p = torch.exp(s - m[..., None]) / total[..., None]
-    return p.masked_fill(~sc.seen, 0.0), lse
+    return p.masked_fill(~sc.seen, 0.0), lse, p_sink / total
 
 
 def _keep_scale(problem: AttentionProblem, t: AttentionTensors, first: int, p: Tensor) -> Tensor:
@@ -161,7 +161,7 @@ def forward(
         ``dtype``.
     """
     sc = _scores(problem, t, dtype)
-    p, lse = _softmax(sc, t.sink)
+    p, lse, _ = _softmax(sc, t.sink)
     p = _dropped(problem, t, first, p)
     v, bad_v = _finite(_by_head(t.v, problem.nheads, dtype))
     out = (p @ v).masked_fill((sc.seen.to(dtype) @ bad_v.to(dtype)) > 0, float("nan"))
@@ -191,7 +191,7 @@ def backward(
         dq, dk, dv and, where the call has them, dbias and dsink, in ``dtype``.
     """
     sc = _scores(problem, t, dtype)
-    p, lse = _softmax(sc, t.sink)
+    p, lse, p_sink = _softmax(sc, t.sink)
     empty = (lse == NEG_INF)[..., None]
     do = dout.to(dtype).transpose(1, 2).masked_fill(empty, 0.0)
     v, bad_v = _finite(_by_head(t.v, problem.nheads, dtype))
@@ -224,7 +224,6 @@ def backward(
     if t.attn_bias is not None and t.attn_bias.dtype != torch.bool:
         grads.dbias = ds.sum_to_size(t.attn_bias.shape)
     if t.sink is not None:
-        p_sink = torch.exp(t.sink.to(dtype)[None, :, None] - lse).masked_fill(lse == NEG_INF, 0.0)
         grads.dsink = -(p_sink * delta.squeeze(-1)).sum((0, 2))
     return grads
 

@@ -90,7 +90,8 @@ def _bwd_backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
         return tuple(x for i in used if (x := grads[i]) is not None)
 
     inputs = [x for p in needed if (x := saved[p]) is not None]
-    with torch.autocast(inputs[0].device.type, enabled=False):
+    device = inputs[0].device.type
+    with torch.autocast("cpu" if device == "meta" else device, enabled=False):
         outputs, pull, *_ = torch.func.vjp(formulas, *inputs)
         weights = [c for i in used if (c := cotangents[i]) is not None]
         found = pull(tuple(c.to(o.dtype) for c, o in zip(weights, outputs, strict=True)))

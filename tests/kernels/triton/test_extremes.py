@@ -66,6 +66,20 @@ def test_rows_masked_by_one_large_number_throughout(value, dtype, kernels):
         torch.testing.assert_close(x.float(), expected, rtol=1e-6, atol=atol, msg=name)
 
 
+@pytest.mark.parametrize("value", [-1e4, -1e9, -1e16, -1e20, -1e30])
+def test_a_sink_beside_rows_masked_by_the_same_number(value, kernels):
+    """Weights depend on differences of scores: the sink's gradient is minus the bias's."""
+    given = inputs(sk=6)
+    given |= {"q": given["q"] * 0, "attn_bias": torch.full((1, 1, 20, 1), value)}
+    given |= {"sink": torch.tensor([value])}
+    want = testing.oracle(**{name: x.double() for name, x in given.items()})
+    for engine in (kernels, {"backend": "cpu"}, {"backend": "reference"}):
+        got = testing.run(**given, **engine)
+        for name in ("dsink", "dbias"):
+            expected = getattr(want, name)
+            torch.testing.assert_close(getattr(got, name).double(), expected, rtol=1e-3, atol=1e-4)
+
+
 @pytest.mark.parametrize("value", [1e4, 1e30, 3e38])
 def test_a_large_positive_bias_takes_all_the_weight(value, kernels):
     bias = torch.zeros(20, 70)

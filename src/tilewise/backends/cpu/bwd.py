@@ -70,7 +70,13 @@ def bwd(
     lse = lse.unsqueeze(-1)  # (B, Hk, G, Sq, 1)
     delta = _preprocess(c, out, lse, dout, dlse, size.BLOCK_M)
     scores.tame = scores.tame and bool(torch.isfinite(delta).all())
+    reference, correction = scores.from_lse(lse)
     p_sink = _sink_weight(c, scores, lse)
+    if bool((lse.abs() > LARGE_LSE[c.work_dtype]).logical_and(lse.isfinite()).any()):
+        reference, correction = _statistics(c, scores, size)
+        if c.sink is not None:
+            sink = (c.sink * scores.unit)[..., None]
+            p_sink = (scores.exp_(sink - reference) * correction).double()
     if grads.dsink is not None:
         grads.dsink.sub_((p_sink * delta).sum((0, 3, 4)))
     if grads.dbias is not None and grads.dbias.shape[-1] == 1:
@@ -80,9 +86,6 @@ def bwd(
             total = total + dlse.unsqueeze(-1).masked_fill(lse == NEG_INF, 0.0)
         grads.dbias.add_(total.sum_to_size(grads.dbias.shape))
         grads.dbias = None
-    reference, correction = scores.from_lse(lse)
-    if bool((lse.abs() > LARGE_LSE[c.work_dtype]).logical_and(lse.isfinite()).any()):
-        reference, correction = _statistics(c, scores, size)
     # exp(S - lse) = P' * correction: the row factor goes to dO and delta, which are small
     delta.mul_(correction)
     acc_dq = None

@@ -90,6 +90,16 @@ def _dbias(
     return Launch(flash_bwd_dbias_kernel, grid, arguments, launch.options(config))
 
 
+def _weight(score: Tensor, lse: Tensor) -> Tensor:
+    """exp(score - lse), from an lse as ``kernels.triton.score.to_lse`` writes it."""
+    if lse.dtype != torch.float64:
+        return torch.exp(score - lse)
+    m = lse.float().double()
+    m = m.masked_fill(m.isinf(), 0.0)
+    logarithm = (lse - m) / (m.abs() * 2.0**-31).clamp(1.0)
+    return torch.exp((score - m) - logarithm)
+
+
 @dataclass(frozen=True, slots=True)
 class RowTerms:
     """What a row's gradients come to without its keys, float32 in lse's layout.
@@ -114,7 +124,7 @@ class RowTerms:
             if dlse is not None:
                 delta = delta - dlse
             rounded = t.sink.float().to(lse.dtype)  # as the forward reads it
-            p_sink = torch.exp(rounded[:, None] - lse)
+            p_sink = _weight(rounded[:, None], lse)
             sink = (p_sink * delta).masked_fill(empty, 0.0)
         keys = sink if dlse is None else sink + dlse.masked_fill(empty, 0.0)
         return cls(sink, keys)
