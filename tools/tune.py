@@ -64,8 +64,6 @@ def grid(key: RowKey, arch: str, args: argparse.Namespace) -> Iterator[TileConfi
     looped = (128, 64, 32) if key.head_dim <= 256 else (64, 32, 16)
     if key.dtype == "float32":
         owned, looped = (64, 32, 128), (64, 32, 16)
-    if key.kernel == "fa1_fwd":  # the wider the keys, the less often O passes through memory
-        looped = (256, *looped)
     ways = []
     if device.tma and "tma" in args.ways:
         ways.append((True, False))

@@ -55,7 +55,7 @@ def test_the_key_of_a_kernel_has_no_size(
     kernel: str, call: dict[str, Any], head_dim: int, compiler: Callable[..., Any]
 ) -> None:
     for name, found in keys(compiler, kernel=kernel, head_dim=head_dim, **call).items():
-        # a backward clears rows that the window leaves no key, which takes loads of another kind
+        # a backward leaves out rows that the window gives no key: by pointers, not by TMA
         every_row_sees = [[x for x in shapes if x[3] <= x[4]] for shapes in found.values()]
         assert sum(map(bool, every_row_sees)) == 1, f"{name} is compiled anew for {every_row_sees}"
         assert len(found) <= (2 if "mask" in call and "bwd" in kernel else 1), found
