@@ -2,8 +2,7 @@
 
 DROPOUT is (seed pointer or None, threshold, head, batch); a lane below threshold is dropped. The
 tiles are drawn in the order in which tensor cores hold an accumulator, so that each thread draws
-for its own elements and nothing is exchanged. Two words travel as one of 64 bits: else the compiler
-moves each half of the draw on its own, through shared memory.
+for its own elements and nothing is exchanged.
 
 Numerics: Philox4x32-10 with key seed and counter (8 (row // 16) + row % 8,
 4 (col // 16) + col % 8 // 2, head, batch).
@@ -15,9 +14,9 @@ import triton.language as tl
 
 
 @triton.jit
-def _philox(DROPOUT, c0, c1):
-    """Two pairs of words for counters (c0, c1), which broadcast: those of rows 0 to 7 of a block
-    of 16, then those of rows 8 to 15; its columns 0 to 7 in the lower word."""
+def philox(DROPOUT, c0, c1):
+    """Four words for counters (c0, c1), which broadcast: word 2 a + b is that of row half a and
+    column half b of a block of 16 x 16."""
     seed, _, head, batch_id = DROPOUT
     key = tl.load(seed).to(tl.uint64)
     k0, k1 = key.to(tl.uint32), (key >> 32).to(tl.uint32)
@@ -29,7 +28,17 @@ def _philox(DROPOUT, c0, c1):
         c0, c1 = (x2 >> 32).to(tl.uint32) ^ c1 ^ k0, x2.to(tl.uint32)
         c2, c3 = (x0 >> 32).to(tl.uint32) ^ c3 ^ k1, x0.to(tl.uint32)
         k0, k1 = k0 + 0x9E3779B9, k1 + 0xBB67AE85
-    return c0 | (c1.to(tl.uint64) << 32), c2 | (c3.to(tl.uint64) << 32)
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def _words(DROPOUT, c0, c1):
+    """``philox`` with two more dimensions: half of rows, half of columns."""
+    w0, w1, w2, w3 = philox(DROPOUT, c0, c1)
+    # two words travel as one of 64 bits: else the compiler moves each half of the draw on its own,
+    # through shared memory
+    pairs = tl.join(w0 | (w1.to(tl.uint64) << 32), w2 | (w3.to(tl.uint64) << 32))
+    return tl.join(pairs.to(tl.uint32), (pairs >> 32).to(tl.uint32))
 
 
 @triton.jit
@@ -40,9 +49,7 @@ def kept(DROPOUT, m_start, n_start, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
     """
     c0 = (m_start // 2 + tl.arange(0, BLOCK_M // 2))[:, None]
     c1 = (n_start // 4 + tl.arange(0, BLOCK_N // 4))[None, :]
-    upper, lower = _philox(DROPOUT, c0, c1)
-    pairs = tl.join(upper, lower)
-    words = tl.join(pairs.to(tl.uint32), (pairs >> 32).to(tl.uint32))
+    words = _words(DROPOUT, c0, c1)
     lanes = tl.join(words << 16, words)  # each in the upper half of its word
     # (row block, row, column block, pair of columns, half of rows, half of columns, parity)
     lanes = lanes.reshape([BLOCK_M // 16, 8, BLOCK_N // 16, 4, 2, 2, 2])
@@ -59,9 +66,7 @@ def kept_transposed(DROPOUT, m_start, n_start, BLOCK_M: tl.constexpr, BLOCK_N: t
     """
     row = tl.arange(0, BLOCK_M // 2).reshape([1, 1, BLOCK_M // 16, 4, 2])
     column = tl.arange(0, BLOCK_N // 2).reshape([BLOCK_N // 16, 8, 1, 1, 1])
-    upper, lower = _philox(DROPOUT, m_start // 2 + row, n_start // 4 + column // 2)
-    pairs = tl.join(upper, lower)
-    words = tl.join(pairs.to(tl.uint32), (pairs >> 32).to(tl.uint32))
+    words = _words(DROPOUT, m_start // 2 + row, n_start // 4 + column // 2)
     lanes = words << (16 - column % 2 * 16).to(tl.uint32).reshape([BLOCK_N // 16, 8, 1, 1, 1, 1, 1])
     # (column block, column, row block, pair of rows, parity, half of rows, half of columns)
     lanes = lanes.permute([0, 6, 1, 2, 5, 3, 4]).reshape([BLOCK_N, BLOCK_M])
