@@ -1,0 +1,1 @@
+"""Gluon kernels: Hopper's warp-specialised pipelines, one file for each kernel."""

@@ -1,0 +1,642 @@
+"""FlashAttention-3's forward for Hopper."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ..triton import score, tiles
+from .ptx import bar_arrive, bar_sync, block_boundary, exp2, pinned_cast, rescale
+from .softmax import NEG_INF, first_softmax, softmax
+from .twins import twin
+
+key_blocks = twin(tiles.key_blocks)
+keys_of = twin(tiles.keys_of)
+rows_of_sequence = twin(tiles.rows_of_sequence)
+statistics_of = twin(tiles.statistics_of)
+tile_of_program = twin(tiles.tile_of_program)
+visible = twin(tiles.visible)
+scores = twin(score.scores)
+slope_of = twin(score.slope_of)
+from_natural = twin(score.from_natural)
+to_lse = twin(score.to_lse)
+
+
+# TENSORS  (q, k, v, out): TMA descriptors of (batch, seqlen, heads, head_dim)
+# BUFFERS  (q, k, v, o, tile): shared memory; K and V are rings of STAGES tiles
+# BARRIERS (q_full, q_empty, k_full, k_empty, v_full, v_empty, v_clear, tile_full, tile_empty)
+# SIZES    (batch, nheads, group, seqlen_q, seqlen_k, total_q, total_k, num_m_blocks, section,
+#           window_left, window_right)
+# PACKED   (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+# TILE     (CONSUMERS, BLOCK_N, BLOCK_D, BLOCK_DV, STAGES, PINGPONG, DYNAMIC, SHARED_OUT,
+#           ONE_MASKED, EARLY_CAST)
+
+
+@gluon.jit
+def _tile(tile, SIZES, PACKED, BLOCK_M: gl.constexpr):
+    """What tile number ``tile`` is: batch_id, head, m_start; rows and keys of its sequence."""
+    batch, nheads, _, seqlen_q, seqlen_k, total_q, total_k, num_m_blocks, section, _, _ = SIZES
+    cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k = PACKED
+    LONGEST_LAST: gl.constexpr = SIZES[10] is not None
+    m_block, head_id = tile_of_program(tile, num_m_blocks, batch * nheads, section, LONGEST_LAST)
+    batch_id = head_id // nheads
+    start_q, length_q, used_q = rows_of_sequence(
+        batch_id, cu_seqlens_q, seqused_q, seqlen_q, total_q
+    )
+    start_k, _, used_k = rows_of_sequence(batch_id, cu_seqlens_k, seqused_k, seqlen_k, total_k)
+    return (
+        batch_id, head_id % nheads, m_block * BLOCK_M,
+        start_q.to(gl.int32), length_q, used_q, start_k.to(gl.int32), used_k,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _range_of_tile(m_start, MASK, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
+    """Keys [n0, n3), whole blocks, at least one, that a tile's rows see."""
+    n0, _, _, n3 = key_blocks(m_start, gl.minimum(m_start + BLOCK_M, MASK[0]), MASK, BLOCK_N)
+    return n0, gl.maximum(n3, n0 + BLOCK_N)
+
+
+@gluon.jit
+def _stage(it, STAGES: gl.constexpr):
+    """The ring's slot of the block number ``it``, and the parity of its turn there."""
+    return it % STAGES, it // STAGES & 1
+
+
+# ------------------------------------------------------------------------------- producer
+
+
+@gluon.jit
+def _load(desc, batch_id, row, head, full, ring, st, BYTES: gl.constexpr):
+    mbarrier.expect(full.index(st), BYTES)
+    tma.async_copy_global_to_shared(desc, [batch_id, row, head, 0], full.index(st), ring.index(st))
+
+
+@gluon.jit
+def _clear_rows(tile, n_start, first, stop, BLOCK_N: gl.constexpr, BLOCK_DV: gl.constexpr):
+    """Zeroes the rows of a tile in shared memory that lie outside of keys [first, stop)."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
+    for r in gl.static_range(0, BLOCK_N, 16):
+        n = n_start + r
+        if (n < first) | (n + 16 > stop):
+            rows = tile.slice(r, 16, dim=0)
+            j = n + gl.arange(0, 16, layout=gl.SliceLayout(1, layout))
+            inside = (j >= first) & (j < stop)
+            rows.store(gl.where(inside[:, None], rows.load(layout), 0.0))
+
+
+@gluon.jit
+def _load_values(
+    TENSORS, BUFFERS, BARRIERS, batch_id, head, start_k, n_start, it, cleared, first, stop,
+    MAY_CLEAR: gl.constexpr, TILE: gl.constexpr,
+):  # fmt: skip
+    """V of one block; keys that no row of the sequence sees may hold anything, and 0 times NaN is
+    NaN, so that their rows are zeroed before the consumers are told."""
+    BLOCK_N: gl.constexpr = TILE[1]
+    BLOCK_DV: gl.constexpr = TILE[3]
+    BYTES: gl.constexpr = BLOCK_N * BLOCK_DV * 2
+    st, parity = _stage(it, TILE[4])
+    v_full, v_empty, v_clear = BARRIERS[4], BARRIERS[5], BARRIERS[6]
+    mbarrier.wait(v_empty.index(st), parity ^ 1)
+    if MAY_CLEAR:
+        if (n_start < first) | (n_start + BLOCK_N > stop):
+            mbarrier.expect(v_clear, BYTES)
+            tma.async_copy_global_to_shared(
+                TENSORS[2], [batch_id, start_k + n_start, head, 0], v_clear, BUFFERS[2].index(st)
+            )
+            mbarrier.wait(v_clear, cleared & 1)
+            tile = BUFFERS[2].index(st).reshape([BLOCK_N, BLOCK_DV])
+            _clear_rows(tile, n_start, first, stop, BLOCK_N, BLOCK_DV)
+            fence_async_shared()
+            mbarrier.arrive(v_full.index(st), count=1)
+            cleared += 1
+        else:
+            _load(
+                TENSORS[2], batch_id, start_k + n_start, head, v_full, BUFFERS[2], st, BYTES
+            )
+    else:
+        _load(TENSORS[2], batch_id, start_k + n_start, head, v_full, BUFFERS[2], st, BYTES)
+    return cleared
+
+
+@gluon.jit
+def _load_tile(
+    TENSORS, BUFFERS, BARRIERS, SIZES, PACKED, batch_id, head, m_start, start_q, start_k, used_q,
+    used_k, it, turn, cleared, TILE: gl.constexpr,
+):  # fmt: skip
+    """Q of one tile and all K and V that its rows see, from the last block to the first:
+    K_n, Q, K_n-1, V_n, K_n-2, V_n-1, ..."""
+    CONSUMERS: gl.constexpr = TILE[0]
+    BLOCK_N: gl.constexpr = TILE[1]
+    BLOCK_D: gl.constexpr = TILE[2]
+    BLOCK_M: gl.constexpr = CONSUMERS * 64
+    STAGES: gl.constexpr = TILE[4]
+    K_BYTES: gl.constexpr = BLOCK_N * BLOCK_D * 2
+    q_full, q_empty, k_full, k_empty = BARRIERS[0], BARRIERS[1], BARRIERS[2], BARRIERS[3]
+    MASK = used_q, used_k, SIZES[9], SIZES[10]
+    n0, n3 = _range_of_tile(m_start, MASK, BLOCK_M, BLOCK_N)
+    first, stop = keys_of(0, used_q, MASK)
+    # past a dense tensor's end TMA fills with zeros by itself
+    MAY_CLEAR: gl.constexpr = (
+        PACKED[1] is not None or PACKED[3] is not None or SIZES[9] is not None
+    )
+    if PACKED[1] is None and PACKED[3] is None:
+        stop = gl.maximum(stop, n3)
+    entry_q = batch_id
+    entry_k = batch_id
+    if PACKED[0] is not None:  # a packed tensor is one batch entry
+        entry_q = 0
+    if PACKED[1] is not None:
+        entry_k = 0
+    head_kv = head // SIZES[2]
+
+    st, parity = _stage(it, STAGES)
+    mbarrier.wait(k_empty.index(st), parity ^ 1)
+    _load(TENSORS[1], entry_k, start_k + n3 - BLOCK_N, head_kv, k_full, BUFFERS[1], st, K_BYTES)
+    for w in gl.static_range(CONSUMERS):
+        mbarrier.wait(q_empty.index(w), turn & 1 ^ 1)
+        row = start_q + m_start + w * 64
+        _load(TENSORS[0], entry_q, row, head, q_full, BUFFERS[0], w, 64 * BLOCK_D * 2)
+    for n_start in range(n3 - 2 * BLOCK_N, n0 - BLOCK_N, -BLOCK_N):
+        st, parity = _stage(it + 1, STAGES)
+        mbarrier.wait(k_empty.index(st), parity ^ 1)
+        _load(TENSORS[1], entry_k, start_k + n_start, head_kv, k_full, BUFFERS[1], st, K_BYTES)
+        cleared = _load_values(
+            TENSORS, BUFFERS, BARRIERS, entry_k, head_kv, start_k, n_start + BLOCK_N, it, cleared,
+            first, stop, MAY_CLEAR, TILE,
+        )  # fmt: skip
+        it += 1
+    cleared = _load_values(
+        TENSORS, BUFFERS, BARRIERS, entry_k, head_kv, start_k, n0, it, cleared, first, stop,
+        MAY_CLEAR, TILE,
+    )  # fmt: skip
+    return it + 1, cleared
+
+
+@gluon.jit
+def _next(tile, SIZES, PACKED, counter, num_tiles, FIRST: gl.constexpr, TILE: gl.constexpr):
+    """The program's next tile that has rows, or num_tiles."""
+    BLOCK_M: gl.constexpr = TILE[0] * 64
+    DYNAMIC: gl.constexpr = TILE[6]
+    if not FIRST:
+        tile = _step_tile(tile, counter, DYNAMIC)
+    if PACKED[0] is not None:
+        empty = tile < num_tiles
+        while empty:
+            found = _tile(tile, SIZES, PACKED, BLOCK_M)
+            empty = found[2] >= found[4]
+            if empty:
+                tile = _step_tile(tile, counter, DYNAMIC)
+                empty = tile < num_tiles
+    return gl.minimum(tile, num_tiles)
+
+
+@gluon.jit
+def _step_tile(tile, counter, DYNAMIC: gl.constexpr):
+    if DYNAMIC:
+        return gl.atomic_add(counter, 1, sem="relaxed") + gl.num_programs(0)
+    else:
+        return tile + gl.num_programs(0)
+
+
+@gluon.jit
+def _announce(tile, BUFFERS, BARRIERS, turn):
+    """Tells the consumers which tile is their number ``turn``."""
+    mbarrier.wait(BARRIERS[8], turn & 1 ^ 1)
+    BUFFERS[4].store(gl.full([1], tile, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+    mbarrier.arrive(BARRIERS[7], count=1)
+
+
+@gluon.jit
+def _produce(GIVEN, counter, num_tiles, TILE: gl.constexpr):
+    """One warp: chooses tiles and loads them."""
+    TENSORS, BUFFERS, BARRIERS, SIZES, PACKED = GIVEN
+    BLOCK_M: gl.constexpr = TILE[0] * 64
+    it = 0  # blocks of keys so far
+    turn = 0  # tiles so far
+    cleared = 0  # blocks of values with rows zeroed so far
+    tile = _next(gl.program_id(0), SIZES, PACKED, counter, num_tiles, True, TILE)
+    while tile < num_tiles:
+        _announce(tile, BUFFERS, BARRIERS, turn)
+        batch_id, head, m_start, start_q, length_q, used_q, start_k, used_k = _tile(
+            tile, SIZES, PACKED, BLOCK_M
+        )
+        tile = _next(tile, SIZES, PACKED, counter, num_tiles, False, TILE)
+        it, cleared = _load_tile(
+            TENSORS, BUFFERS, BARRIERS, SIZES, PACKED, batch_id, head, m_start, start_q, start_k,
+            used_q, used_k, it, turn, cleared, TILE,
+        )  # fmt: skip
+        turn += 1
+    _announce(num_tiles, BUFFERS, BARRIERS, turn)
+
+
+# ------------------------------------------------------------------------------- consumers
+
+
+@gluon.jit
+def _next_told(BUFFERS, BARRIERS, turn):
+    """What ``_announce`` said."""
+    mbarrier.wait(BARRIERS[7], turn & 1)
+    tile = gl.max(BUFFERS[4].load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+    mbarrier.arrive(BARRIERS[8], count=1)
+    return tile
+
+
+@gluon.jit
+def _hand_back(BARRIERS, it, blocks, STAGES: gl.constexpr):
+    """Passes over ``blocks`` blocks that other rows of the tile see."""
+    for _ in range(0, blocks):
+        st, parity = _stage(it, STAGES)
+        mbarrier.wait(BARRIERS[2].index(st), parity)
+        mbarrier.arrive(BARRIERS[3].index(st), count=1)
+        mbarrier.wait(BARRIERS[4].index(st), parity)
+        mbarrier.arrive(BARRIERS[5].index(st), count=1)
+        it += 1
+    return it
+
+
+@gluon.jit
+def _scores(x, m_start, n_start, SCORE, MASK, APPROX_TANH: gl.constexpr):
+    """s of one block from x = Q K^T."""
+    layout: gl.constexpr = x.type.layout
+    i = m_start + gl.arange(0, x.shape[0], layout=gl.SliceLayout(1, layout))
+    j = n_start + gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, layout))
+    s, _ = scores(x, i[:, None], j[None, :], SCORE, MASK, False, APPROX_TANH)
+    return s
+
+
+@gluon.jit
+def _hide(s, m_start, n_start, MASK):
+    """s, -inf where the window or the end of the keys hides it."""
+    layout: gl.constexpr = s.type.layout
+    i = m_start + gl.arange(0, s.shape[0], layout=gl.SliceLayout(1, layout))
+    j = n_start + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, layout))
+    return gl.where(visible(i[:, None], j[None, :], MASK), s, NEG_INF)
+
+
+@gluon.jit
+def _step(
+    q, BUFFERS, BARRIERS, p, o, alpha, m_i, l_i, it, m_start, n_start, more, cut, SCORE, MASK,
+    MAY_CUT: gl.constexpr, CONSUMER: gl.constexpr, TILE: gl.constexpr, APPROX_TANH: gl.constexpr,
+):  # fmt: skip
+    """Algorithm 2 of FlashAttention-3 for one block: its Q K^T and softmax, and P V of the block
+    before.
+
+    What a warpgroup waits for is Q K^T, softmax, P in half precision, the next Q K^T; whatever else
+    there is stands where one of its products runs.
+    """
+    BLOCK_N: gl.constexpr = TILE[1]
+    BLOCK_D: gl.constexpr = TILE[2]
+    BLOCK_DV: gl.constexpr = TILE[3]
+    STAGES: gl.constexpr = TILE[4]
+    PINGPONG: gl.constexpr = TILE[5]
+    EARLY_CAST: gl.constexpr = TILE[9]
+    k_full, k_empty, v_full, v_empty = BARRIERS[2], BARRIERS[3], BARRIERS[4], BARRIERS[5]
+    dtype: gl.constexpr = q.dtype
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    o_layout: gl.constexpr = o.type.layout
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
+    st, _ = _stage(it, STAGES)
+    before, before_parity = _stage(it - 1, STAGES)
+    if PINGPONG:
+        bar_sync(8 + CONSUMER, 256)
+    k = BUFFERS[1].index(st).reshape([BLOCK_N, BLOCK_D])  # waited for in the step before
+    zero = gl.full([64, BLOCK_N], 0.0, gl.float32, s_layout)
+    x = warpgroup_mma(q, k.permute([1, 0]), zero, use_acc=False, is_async=True)
+    mbarrier.wait(v_full.index(before), before_parity)
+    o = rescale(
+        o, gl.convert_layout(alpha, gl.SliceLayout(1, o_layout), assert_trivial=True), BLOCK_DV
+    )
+    v = BUFFERS[2].index(before).reshape([BLOCK_N, BLOCK_DV])
+    o = warpgroup_mma(p, v, o, is_async=True)
+    if PINGPONG:
+        bar_arrive(8 + (CONSUMER + 1) % TILE[0], 256)
+    after, after_parity = _stage(it + 1, STAGES)
+    mbarrier.wait(k_full.index(after), after_parity, pred=more)
+    x = warpgroup_mma_wait(1, deps=[x])
+    mbarrier.arrive(k_empty.index(st), count=1)
+    s = _scores(x, m_start, n_start, SCORE, MASK, APPROX_TANH)
+    if MAY_CUT:
+        if cut:
+            s = _hide(s, m_start, n_start, MASK)
+    p32, m_i, l_i, alpha = softmax(s, m_i, l_i, SCORE, MASK[0], BLOCK_N, _register(CONSUMER))
+    if EARLY_CAST:
+        p = gl.convert_layout(pinned_cast(p32, dtype), p_layout, assert_trivial=True)
+    block_boundary(MASK[0])
+    o = warpgroup_mma_wait(0, deps=[o])
+    mbarrier.arrive(v_empty.index(before), count=1)
+    if not EARLY_CAST:
+        p = gl.convert_layout(p32.to(dtype), p_layout, assert_trivial=True)
+    return p, o, alpha, m_i, l_i
+
+
+@gluon.constexpr_function
+def _register(consumer):
+    return f"large_{consumer}"
+
+
+@gluon.jit
+def _consume(
+    GIVEN, OPERANDS, RESULTS, num_tiles,
+    CONSUMER: gl.constexpr, TILE: gl.constexpr, APPROX_TANH: gl.constexpr,
+):  # fmt: skip
+    """A warpgroup: 64 rows of each tile."""
+    TENSORS, BUFFERS, BARRIERS, SIZES, PACKED = GIVEN
+    BLOCK_N: gl.constexpr = TILE[1]
+    BLOCK_D: gl.constexpr = TILE[2]
+    BLOCK_DV: gl.constexpr = TILE[3]
+    BLOCK_M: gl.constexpr = TILE[0] * 64
+    STAGES: gl.constexpr = TILE[4]
+    PINGPONG: gl.constexpr = TILE[5]
+    SHARED_OUT: gl.constexpr = TILE[7]
+    ONE_MASKED: gl.constexpr = TILE[8]
+    q_full, q_empty, k_full, k_empty = BARRIERS[0], BARRIERS[1], BARRIERS[2], BARRIERS[3]
+    v_full, v_empty = BARRIERS[4], BARRIERS[5]
+    dtype: gl.constexpr = TENSORS[0].dtype
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
+    rows: gl.constexpr = gl.SliceLayout(1, s_layout)
+    o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
+    softmax_scale, softcap, alibi_slopes, slope_strides, sink = OPERANDS
+    out, out_strides, lse, nheads, seqlen_q, total_q = RESULTS
+    q = BUFFERS[0].index(CONSUMER).reshape([64, BLOCK_D])
+    if PINGPONG:
+        if CONSUMER == TILE[0] - 1:  # the first warpgroup goes first
+            bar_arrive(8, 256)
+    it = 0
+    turn = 0
+    tile = _next_told(BUFFERS, BARRIERS, turn)
+    while tile < num_tiles:
+        batch_id, head, m_tile, start_q, length_q, used_q, start_k, used_k = _tile(
+            tile, SIZES, PACKED, BLOCK_M
+        )
+        MASK = used_q, used_k, SIZES[9], SIZES[10]
+        SCORE = (
+            softmax_scale,
+            softcap,
+            None if alibi_slopes is None else slope_of(alibi_slopes, slope_strides, batch_id, head),
+            None,
+            None,
+            0,
+            0,
+            None,
+        )
+        m_start = m_tile + CONSUMER * 64
+        tile_n0, tile_n3 = _range_of_tile(m_tile, MASK, BLOCK_M, BLOCK_N)
+        n0, n1, n2, n3 = key_blocks(m_start, gl.minimum(m_start + 64, used_q), MASK, BLOCK_N)
+        if n3 <= n0:  # no row sees a key: one block, all masked
+            n0 = tile_n0
+            n1, n2, n3 = n0, n0, n0 + BLOCK_N
+        it = _hand_back(BARRIERS, it, (tile_n3 - n3) // BLOCK_N, STAGES)
+
+        # the last block, masked or not; O is still 0
+        mbarrier.wait(q_full.index(CONSUMER), turn & 1)
+        st, parity = _stage(it, STAGES)
+        mbarrier.wait(k_full.index(st), parity)
+        k = BUFFERS[1].index(st).reshape([BLOCK_N, BLOCK_D])
+        zero = gl.full([64, BLOCK_N], 0.0, gl.float32, s_layout)
+        x = warpgroup_mma(q, k.permute([1, 0]), zero, use_acc=False, is_async=True)
+        x = warpgroup_mma_wait(0, deps=[x])
+        mbarrier.arrive(k_empty.index(st), count=1)
+        n_start = n3 - BLOCK_N
+        s = _hide(_scores(x, m_start, n_start, SCORE, MASK, APPROX_TANH), m_start, n_start, MASK)
+        p32, m_i, l_i = first_softmax(s, SCORE, BLOCK_N, rows)
+        p = gl.convert_layout(p32.to(dtype), p_layout, assert_trivial=True)
+        o = gl.full([64, BLOCK_DV], 0.0, gl.float32, o_layout)
+        alpha = gl.full([64], 1.0, gl.float32, rows)
+        it += 1
+        st, parity = _stage(it, STAGES)
+        mbarrier.wait(k_full.index(st), parity, pred=n_start > n0)
+
+        MAY_CUT: gl.constexpr = not ONE_MASKED or SIZES[9] is not None
+        for n in range(n_start - BLOCK_N, n0 - BLOCK_N, -BLOCK_N):
+            p, o, alpha, m_i, l_i = _step(
+                q, BUFFERS, BARRIERS, p, o, alpha, m_i, l_i, it, m_start, n, n > n0,
+                (n < n1) | (n >= n2), SCORE, MASK, MAY_CUT, CONSUMER, TILE, APPROX_TANH,
+            )  # fmt: skip
+            it += 1
+
+        # P V of the first block
+        if not SHARED_OUT:
+            mbarrier.arrive(q_empty.index(CONSUMER), count=1)
+        st, parity = _stage(it - 1, STAGES)
+        mbarrier.wait(v_full.index(st), parity)
+        o = o * gl.convert_layout(alpha, o_rows, assert_trivial=True)[:, None]
+        v = BUFFERS[2].index(st).reshape([BLOCK_N, BLOCK_DV])
+        o = warpgroup_mma(p, v, o, is_async=True)
+        l_i = gl.convert_layout(gl.sum(l_i, 1), rows)
+        if sink is not None:  # a key without a value
+            logit = from_natural(gl.load(sink + head).to(gl.float32), SCORE)
+            top = gl.maximum(m_i, logit)
+            reference = gl.where(top == NEG_INF, 0.0, top)
+            share = exp2(m_i - reference)
+            l_i = l_i * share + exp2(logit - reference)
+            m_i = top
+        else:
+            share = gl.full([64], 1.0, gl.float32, rows)
+        i = m_start + gl.arange(0, 64, layout=rows)
+        dead = (l_i == 0.0) | (i >= used_q)
+        lse_i = gl.where(i < used_q, to_lse(m_i, l_i, SCORE), NEG_INF)
+        lse_h = statistics_of(
+            lse, batch_id, head, nheads, seqlen_q, total_q, start_q, PACKED[0]
+        )
+        gl.store(lse_h + i, lse_i, mask=i < length_q)
+        factor = gl.convert_layout(share / gl.where(dead, 1.0, l_i), o_rows)
+        gone = gl.convert_layout(dead, o_rows)
+        o = warpgroup_mma_wait(0, deps=[o])
+        mbarrier.arrive(v_empty.index(st), count=1)
+        o = gl.where(gone[:, None], 0.0, o * factor[:, None]).to(dtype)
+
+        # O by TMA, which stops at a dense tensor's end; a packed sequence's last rows by pointers
+        if PACKED[0] is None:
+            _store_tile(TENSORS, BUFFERS, o, batch_id, m_start, head, CONSUMER, TILE)
+        elif m_start + 64 <= length_q:
+            _store_tile(TENSORS, BUFFERS, o, 0, start_q + m_start, head, CONSUMER, TILE)
+        else:
+            r = m_start + gl.arange(0, 64, layout=o_rows)
+            c = gl.arange(0, BLOCK_DV, layout=gl.SliceLayout(0, o_layout))
+            row = (start_q + r).to(gl.int64) * out_strides[1]
+            pointers = out + head * out_strides[2] + row[:, None] + c[None, :]
+            gl.store(pointers, o, mask=(r < length_q)[:, None] & (c < TENSORS[3].shape[3])[None, :])
+        if SHARED_OUT:
+            tma.store_wait(0)
+            mbarrier.arrive(q_empty.index(CONSUMER), count=1)
+        it = _hand_back(BARRIERS, it, (n0 - tile_n0) // BLOCK_N, STAGES)
+        turn += 1
+        tile = _next_told(BUFFERS, BARRIERS, turn)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _store_tile(
+    TENSORS, BUFFERS, o, entry, row, head, CONSUMER: gl.constexpr, TILE: gl.constexpr
+):
+    staged = BUFFERS[3].index(CONSUMER)
+    if not TILE[7]:
+        tma.store_wait(0)
+    staged.reshape([64, TILE[3]]).store(o)
+    fence_async_shared()
+    tma.async_copy_shared_to_global(TENSORS[3], [entry, row, head, 0], staged)
+
+
+@gluon.jit
+def _clear_slack(out, out_strides, cu_seqlens, batch, total, HEADS, WIDTH):
+    """Zeroes the rows past the last packed sequence, shared out among the programs."""
+    end = gl.load(cu_seqlens + batch).to(gl.int64)
+    end = gl.minimum(gl.maximum(end, 0), total)
+    layout: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
+    for row in range(end + gl.program_id(0), total, gl.num_programs(0)):
+        for c in range(0, HEADS * WIDTH, 1024):
+            column = c + gl.arange(0, 1024, layout=layout)
+            nothing = gl.zeros([1024], out.dtype.element_ty, layout)
+            gl.store(out + row * out_strides[1] + column, nothing, mask=column < HEADS * WIDTH)
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "batch",
+        "nheads",
+        "group",
+        "seqlen_q",
+        "seqlen_k",
+        "total_q",
+        "total_k",
+        "num_m_blocks",
+        "num_tiles",
+        "section",
+        "window_left",
+        "window_right",
+    ]
+)
+def flash_fwd_sm90_kernel(
+    q,
+    k,
+    v,
+    out,
+    out_rows,
+    lse,
+    counter,
+    sink,
+    alibi_slopes,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    seqused_q,
+    seqused_k,
+    out_strides,
+    slope_strides,
+    batch,
+    nheads,
+    group,
+    seqlen_q,
+    seqlen_k,
+    total_q,
+    total_k,
+    num_m_blocks,
+    num_tiles,
+    section,
+    softmax_scale,
+    softcap,
+    window_left,
+    window_right,
+    BLOCK_D: gl.constexpr,
+    BLOCK_DV: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+    STAGES: gl.constexpr,
+    PINGPONG: gl.constexpr,
+    DYNAMIC: gl.constexpr,
+    SHARED_OUT: gl.constexpr,
+    ONE_MASKED: gl.constexpr,
+    EARLY_CAST: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr,
+    APPROX_TANH: gl.constexpr,
+):
+    """O and lse, in half precision.
+
+    Computes: O = softmax(s) V with s as in ``kernels.triton.score``, and lse = log sum exp s.
+    Grid: one program for each multiprocessor; a program's producer warp takes tiles of
+        64 * CONSUMERS rows of a head, longest first, until there are none, and loads Q and, block
+        by block from the last to the first, K and V by TMA into a ring of STAGES blocks. Each
+        consumer warpgroup has 64 rows of the tile.
+    Numerics: float32 scores, statistics and accumulator; P in the inputs' dtype relative to a
+        reference that moves late, see ``softmax.py``. A row without keys: O = 0, lse = -inf.
+    Source: Shah, Bikshandi, Zhang, Thakkar, Ramani, Dao 2024, "FlashAttention-3", Algorithms 1
+        and 2; the late reference is ours, after FlashAttention-4's.
+    """
+    TILE: gl.constexpr = (
+        CONSUMERS, BLOCK_N, BLOCK_D, BLOCK_DV, STAGES, PINGPONG, DYNAMIC, SHARED_OUT, ONE_MASKED,
+        EARLY_CAST,
+    )  # fmt: skip
+    q_s = gl.allocate_shared_memory(q.dtype, [CONSUMERS, 1, 64, 1, BLOCK_D], q.layout)
+    k_s = gl.allocate_shared_memory(q.dtype, [STAGES, 1, BLOCK_N, 1, BLOCK_D], k.layout)
+    v_s = gl.allocate_shared_memory(q.dtype, [STAGES, 1, BLOCK_N, 1, BLOCK_DV], v.layout)
+    if SHARED_OUT:  # O leaves through Q's buffer
+        o_s = q_s
+    else:
+        o_s = gl.allocate_shared_memory(q.dtype, [CONSUMERS, 1, 64, 1, BLOCK_DV], out.layout)
+    tile_s = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_clear = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    tile_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    tile_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    for w in gl.static_range(CONSUMERS):
+        mbarrier.init(q_full.index(w), count=1)
+        mbarrier.init(q_empty.index(w), count=1)
+    for st in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(st), count=1)
+        mbarrier.init(k_empty.index(st), count=CONSUMERS)
+        mbarrier.init(v_full.index(st), count=1)
+        mbarrier.init(v_empty.index(st), count=CONSUMERS)
+    mbarrier.init(v_clear, count=1)
+    mbarrier.init(tile_full, count=1)
+    mbarrier.init(tile_empty, count=CONSUMERS)
+    fence_async_shared()
+    if cu_seqlens_q is not None:
+        _clear_slack(out_rows, out_strides, cu_seqlens_q, batch, total_q, nheads, out_strides[2])
+
+    TENSORS = q, k, v, out
+    BUFFERS = q_s, k_s, v_s, o_s, tile_s
+    BARRIERS = (
+        q_full, q_empty, k_full, k_empty, v_full, v_empty, v_clear, tile_full, tile_empty,
+    )  # fmt: skip
+    SIZES = (
+        batch, nheads, group, seqlen_q, seqlen_k, total_q, total_k, num_m_blocks, section,
+        window_left, window_right,
+    )  # fmt: skip
+    PACKED = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
+    OPERANDS = softmax_scale, softcap, alibi_slopes, slope_strides, sink
+    RESULTS = out_rows, out_strides, lse, nheads, seqlen_q, total_q
+    given = (TENSORS, BUFFERS, BARRIERS, SIZES, PACKED)
+    if CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (_consume, (given, OPERANDS, RESULTS, num_tiles, 0, TILE, APPROX_TANH)),
+                (_consume, (given, OPERANDS, RESULTS, num_tiles, 1, TILE, APPROX_TANH)),
+                (_produce, (given, counter, num_tiles, TILE)),
+            ],
+            [4, 1],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_consume, (given, OPERANDS, RESULTS, num_tiles, 0, TILE, APPROX_TANH)),
+                (_consume, (given, OPERANDS, RESULTS, num_tiles, 1, TILE, APPROX_TANH)),
+                (_consume, (given, OPERANDS, RESULTS, num_tiles, 2, TILE, APPROX_TANH)),
+                (_produce, (given, counter, num_tiles, TILE)),
+            ],
+            [4, 4, 1],
+            [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )

@@ -1,0 +1,82 @@
+"""Online softmax whose reference moves late.
+
+Any reference m serves: p = exp(s - m) and l = sum p carry the same factor, which O / l loses again.
+FlashAttention moves m to the running maximum with every tile. Here it stays until some p would
+leave a safe range, [0, 2^10], and O is rescaled only then: see docs/math/online-softmax.md.
+
+m is in base 2. l is kept as the partial sums of each thread, (64, 4): a thread holds the columns
+8 n + 2 t and 8 n + 2 t + 1 of its rows, t being its place among four.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ..triton import score as triton_score
+from .ptx import any_above_1024, exp2
+from .twins import twin
+
+NEG_INF: gl.constexpr = gl.constexpr(float("-inf"))
+to_m = twin(triton_score.to_m)
+
+
+@gluon.jit
+def partial_sums(p, BLOCK_N: gl.constexpr):
+    """Sums over the columns that a thread owns: (64, BLOCK_N) to (64, 4)."""
+    return gl.sum(gl.sum(gl.reshape(p, [64, BLOCK_N // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
+def row_maximum(s, BLOCK_N: gl.constexpr, layout: gl.constexpr):
+    """Maximum of each row, (64,), by a tree of short chains."""
+    if BLOCK_N >= 64:
+        t = gl.max(gl.reshape(s, [64, BLOCK_N // 32, 4, 4, 2]), 4)
+        t = gl.max(gl.max(t, 2), 1)
+    else:
+        t = gl.max(gl.max(gl.reshape(s, [64, BLOCK_N // 8, 4, 2]), 3), 1)
+    return gl.convert_layout(gl.max(t, 1), layout, assert_trivial=True)
+
+
+@gluon.jit
+def _with_maximum(s, m_i, SCORE, BLOCK_N: gl.constexpr, SLACK: gl.constexpr):
+    """p, m and alpha where the reference moves if the maximum passes it by more than ``SLACK``."""
+    rows: gl.constexpr = m_i.type.layout
+    top = to_m(row_maximum(s, BLOCK_N, rows), SCORE)
+    m_new = gl.where(top - m_i > SLACK, top, m_i)
+    # rows that have seen no key: exp(-inf - 0) is 0, exp(-inf + inf) is not
+    reference = gl.where(m_new == NEG_INF, 0.0, m_new)
+    alpha = exp2(m_i - reference)
+    p = exp2(to_m(s, SCORE) - reference[:, None])
+    return p, m_new, alpha
+
+
+@gluon.jit
+def first_softmax(s, SCORE, BLOCK_N: gl.constexpr, layout: gl.constexpr):
+    """p, m_i and l_i of a row's first tile, which may be masked."""
+    m_i = gl.full([64], NEG_INF, gl.float32, layout)
+    p, m_i, _ = _with_maximum(s, m_i, SCORE, BLOCK_N, 0.0)
+    return p, m_i, partial_sums(p, BLOCK_N)
+
+
+@gluon.jit
+def softmax(s, m_i, l_i, SCORE, scalar, BLOCK_N: gl.constexpr, REGISTER: gl.constexpr):
+    """One step: p, m, l and alpha.
+
+    No maximum is taken: p is computed against the old reference, and the partial sums, needed
+    anyway, tell whether it grew too large, or is NaN since the row has seen no key so far. Then
+    the warp takes the maximum and p once more.
+    """
+    p = exp2(to_m(s, SCORE) - m_i[:, None])
+    sums, large = any_above_1024(partial_sums(p, BLOCK_N), scalar, REGISTER)
+    rows: gl.constexpr = m_i.type.layout
+    m_new = m_i
+    alpha = gl.full([64], 1.0, gl.float32, rows)
+    if large != 0:
+        p, m_new, alpha = _with_maximum(s, m_i, SCORE, BLOCK_N, 0.0)
+        sums = partial_sums(p, BLOCK_N)
+    return p, m_new, _add(l_i, alpha, sums), alpha
+
+
+@gluon.jit
+def _add(l_i, alpha, sums):
+    rows: gl.constexpr = gl.SliceLayout(1, sums.type.layout)
+    return l_i * gl.convert_layout(alpha, rows, assert_trivial=True)[:, None] + sums
