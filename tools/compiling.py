@@ -32,6 +32,7 @@ from torch.overrides import TorchFunctionMode
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
+from tilewise.backends import base
 from tilewise.backends.base import AttentionTensors, Wanted
 from tilewise.core.config import TileConfig
 from tilewise.core.mask import MaskSpec
@@ -41,6 +42,7 @@ from tilewise.tuning.keys import arch_of
 
 FUNCTIONS = {
     "fwd": "flash_fwd_kernel",
+    "fwd_sm90": "flash_fwd_sm90_kernel",
     "bwd_dkdv": "flash_bwd_dkdv_kernel",
     "bwd_dq": "flash_bwd_dq_kernel",
     "bwd_dbias": "flash_bwd_dbias_kernel",
@@ -104,7 +106,8 @@ class Case:
             softcap=30.0 if "softcap" in features else 0.0,
             dropout_p=0.1 if "dropout" in features else 0.0,
             features=frozenset(features),
-            needs_grad=self.kernel not in ("fwd", "fa1_fwd"),
+            needs_grad=self.kernel not in ("fwd", "fa1_fwd", "fwd_sm90"),
+            arch=self.arch,
         )
 
 
@@ -153,8 +156,11 @@ WANTED = {
 
 def call(kernel: str, p: AttentionProblem, t: AttentionTensors, given: Any = None) -> Any:
     """Launches ``kernel`` through the backend; ``given`` is a backward's (out, lse, dout)."""
+    from tilewise.backends.gluon import GluonBackend
     from tilewise.backends.triton import TritonBackend
 
+    if kernel == "fwd_sm90":
+        return GluonBackend().fwd(p, t, "fa3")
     algorithm = "fa1" if kernel.startswith("fa1") else "fa2"
     backend = TritonBackend()
     if kernel in ("fwd", "fa1_fwd"):
@@ -241,12 +247,11 @@ def no_device(arch: str) -> Iterator[list[Launch]]:
         (JITFunction, "_do_compile", catch),
         (torch.cuda, "get_device_properties", lambda device=None: properties),
         (torch.cuda, "current_device", lambda: 0),
+        (torch.cuda, "is_available", lambda: True),
         (torch.cuda, "device", lambda device: nullcontext()),
         (torch.version, "hip", "6.4" if amd else None),
     )
     kept = [(owner, name, getattr(owner, name)) for owner, name, _ in stand_ins]
-    from tilewise.backends.triton import launch
-
     kernels = []
     try:
         for owner, name, stand_in in stand_ins:
@@ -258,7 +263,7 @@ def no_device(arch: str) -> Iterator[list[Launch]]:
                 get_current_stream=lambda device: 0,
             )
         )
-        launch._arch.cache_clear()
+        base._arch.cache_clear()
         for module in list(sys.modules.values()):
             if getattr(module, "__name__", "").startswith("tilewise.kernels"):
                 kernels += [x for x in vars(module).values() if isinstance(x, JITFunction)]
@@ -270,7 +275,7 @@ def no_device(arch: str) -> Iterator[list[Launch]]:
         for owner, name, value in kept:
             setattr(owner, name, value)
         driver._active = None
-        launch._arch.cache_clear()
+        base._arch.cache_clear()
         for kernel in kernels:
             kernel.device_caches.clear()
 
@@ -290,10 +295,12 @@ def compiled(launch: Launch, arch: str) -> Any:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
 
     amd = arch.startswith("gfx")
     number: Any = arch if amd else int(arch.removeprefix("sm_"))
-    source = ASTSource(launch.fn, launch.signature, launch.constexprs, launch.attrs)
+    kind = GluonASTSource if launch.fn.is_gluon() else ASTSource
+    source = kind(launch.fn, launch.signature, launch.constexprs, launch.attrs)
     target = GPUTarget("hip" if amd else "cuda", number, arch_of(arch).warp_size)
     return triton.compile(source, target=target, options=launch.options.__dict__)
 

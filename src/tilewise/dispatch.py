@@ -12,6 +12,7 @@ from functools import lru_cache
 
 from .backends.base import Backend
 from .backends.cpu import CpuBackend
+from .backends.gluon import GluonBackend
 from .backends.reference import ReferenceBackend
 from .backends.triton import TritonBackend
 from .core.features import BACKEND_NAMES
@@ -23,6 +24,7 @@ ALGORITHMS = ("fa1", "fa2", "fa3", "standard")
 
 BACKENDS: dict[str, Backend] = {
     "cpu": CpuBackend(),
+    "gluon": GluonBackend(),
     "triton": TritonBackend(),
     "reference": ReferenceBackend(),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
 
 import torch
@@ -40,6 +41,19 @@ class AttentionTensors:
     seqused_q: Tensor | None = None
     seqused_k: Tensor | None = None
     seed: Tensor | None = None
+
+
+@lru_cache
+def _arch(index: int) -> str:
+    properties = torch.cuda.get_device_properties(index)
+    if torch.version.hip is not None:
+        return str(properties.gcnArchName).partition(":")[0]
+    return f"sm_{properties.major}{properties.minor}"
+
+
+def arch(x: Tensor) -> str:
+    """What x's GPU is called, such as "sm_90" or "gfx942"; "" where it is on none."""
+    return _arch(x.device.index) if x.is_cuda and torch.cuda.is_available() else ""
 
 
 @dataclass(frozen=True, slots=True)

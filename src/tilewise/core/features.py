@@ -12,15 +12,17 @@ FORWARD = "fwd"
 BACKWARD = "bwd"
 
 # Backends in order of preference. A new backend is named here, in FEATURES and in DTYPES.
-BACKEND_NAMES = ("cpu", "triton", "reference")
+BACKEND_NAMES = ("cpu", "gluon", "triton", "reference")
 
 DTYPES: dict[str, tuple[str, ...]] = {
     "cpu": ("float16", "bfloat16", "float32", "float64"),
+    "gluon": ("float16", "bfloat16"),
     "triton": ("float16", "bfloat16", "float32"),
     "reference": ("float16", "bfloat16", "float32", "float64"),
 }
 
 _ALL = frozenset(BACKEND_NAMES)
+_BUT_GLUON = _ALL - {"gluon"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +45,24 @@ FEATURES: tuple[Feature, ...] = (
     Feature("window", "window_size=(l, r)", "a row sees l keys before and r after its diagonal"),
     Feature("softcap", "softcap=c", "scores become c * tanh(score / c)"),
     Feature("alibi", "alibi_slopes=", "scores fall with distance from the diagonal"),
-    Feature("attn_bias", "attn_bias= (float)", "added to the scores; has a gradient"),
-    Feature("bool_mask", "attn_bias= (bool)", "True where a row may see a key"),
+    Feature(
+        "attn_bias",
+        "attn_bias= (float)",
+        "added to the scores; has a gradient",
+        _BUT_GLUON,
+        _BUT_GLUON,
+    ),
+    Feature(
+        "bool_mask", "attn_bias= (bool)", "True where a row may see a key", _BUT_GLUON, _BUT_GLUON
+    ),
     Feature("sink", "sink=", "one more logit per head, without a value; has a gradient"),
-    Feature("dropout", "dropout_p=", "counter-based Philox; equal bits on every backend"),
+    Feature(
+        "dropout",
+        "dropout_p=",
+        "counter-based Philox; equal bits on every backend",
+        _BUT_GLUON,
+        _BUT_GLUON,
+    ),
     Feature("gqa", "nheads_kv < nheads", "grouped and multi-query heads, never expanded"),
     Feature("head_dim_v", "v.shape[-1] != q.shape[-1]", "values of another width"),
     Feature("varlen", "flash_attn_varlen_func", "packed sequences by cumulative lengths"),

@@ -33,6 +33,7 @@ class AttentionProblem:
         features: names of ``core.features`` that this call uses.
         needs_grad: whether a backward may follow.
         deterministic: equal bits run to run.
+        arch: the GPU's, such as "sm_90" or "gfx942"; "" elsewhere.
     """
 
     device: str
@@ -52,6 +53,7 @@ class AttentionProblem:
     features: frozenset[str] = field(default_factory=frozenset)
     needs_grad: bool = False
     deterministic: bool = False
+    arch: str = ""
 
     def __post_init__(self) -> None:
         unknown = self.features - BY_NAME.keys()

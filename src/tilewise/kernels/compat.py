@@ -51,6 +51,16 @@ def tensor_descriptor(base: Any, shape: list[int], strides: list[int], block: li
     return TensorDescriptor(base, shape, strides, block)
 
 
+def shared_descriptor(base: Any, shape: list[int], strides: list[int], block: list[int]) -> Any:
+    """Gluon's, which also says how a tile lies in shared memory: in the layout that WGMMA reads."""
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    # the layout depends on the element's width alone
+    layout = gl.NVMMASharedLayout.get_default_for(block, gl.float16)
+    return TensorDescriptor(base, shape, strides, block, layout)
+
+
 def descriptor_of(template: Any, base: Any) -> Any:
     """``template`` for another tensor of the same layout; copy.copy takes ten times as long."""
     descriptor = object.__new__(type(template))

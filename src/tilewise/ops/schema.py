@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..backends.base import AttentionTensors
+from ..backends.base import AttentionTensors, arch
 from ..core.mask import MaskSpec
 from ..core.problem import DENSE, VARLEN, AttentionProblem
 
@@ -86,4 +86,5 @@ def describe(
         features=frozenset(name for name, on in used.items() if on),
         needs_grad=needs_grad,
         deterministic=s.deterministic,
+        arch=arch(t.q),
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields, replace
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +13,7 @@ from ...core.config import TileConfig
 from ...core.problem import VARLEN, AttentionProblem
 from ...formats.philox import threshold
 from ...kernels import compat
+from .. import base
 from ..base import AttentionTensors, lse_dtype
 
 # Keys and values that programs running at the same time may share in the L2 cache, in bytes.
@@ -28,17 +28,9 @@ _FIELDS = tuple(field.name for field in fields(AttentionTensors))
 _FLAT = ("sink", "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
 
 
-@lru_cache
-def _arch(index: int) -> str:
-    properties = torch.cuda.get_device_properties(index)
-    if torch.version.hip is not None:
-        return str(properties.gcnArchName).partition(":")[0]
-    return f"sm_{properties.major}{properties.minor}"
-
-
 def arch(x: Tensor) -> str:
     """What tuning tables call x's device: "sm_90", "gfx942"; "interpret" on a CPU."""
-    return _arch(x.device.index) if x.is_cuda else "interpret"
+    return base.arch(x) or "interpret"
 
 
 class Of(NamedTuple):
@@ -172,14 +164,14 @@ def suits_tma(x: Tensor) -> bool:
     )
 
 
-def descriptor(x: Tensor, rows: int, block_d: int) -> Any:
-    """A tensor descriptor of tiles of ``rows`` rows of one head."""
+def descriptor(x: Tensor, rows: int, block_d: int, make: Any = compat.tensor_descriptor) -> Any:
+    """A tensor descriptor of tiles of ``rows`` rows of one head, as ``make`` makes it."""
     shape, steps = (x.shape, x.stride()) if x.dim() == 4 else ((1, *x.shape), (0, *x.stride()))
     unit = 16 // x.element_size()
     # a dimension of size one has any stride, here one of whole units
     wide = -(-x.numel() // unit) * unit
     steps = tuple(wide if n == 1 else st for n, st in zip(shape[:3], steps[:3], strict=True))
-    return compat.tensor_descriptor(x, list(shape), [*steps, 1], [1, rows, 1, block_d])
+    return make(x, list(shape), [*steps, 1], [1, rows, 1, block_d])
 
 
 def section(problem: AttentionProblem, heads: int) -> int:

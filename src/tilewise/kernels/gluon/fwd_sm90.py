@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..triton import score, tiles
-from .ptx import bar_arrive, bar_sync, block_boundary, exp2, pinned_cast, rescale
+from .ptx import bar_arrive, bar_sync, block_boundary, exp2, rescale
 from .softmax import NEG_INF, first_softmax, softmax
 from .twins import twin
 
@@ -34,7 +34,7 @@ to_lse = twin(score.to_lse)
 #           window_left, window_right)
 # PACKED   (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
 # TILE     (CONSUMERS, BLOCK_N, BLOCK_D, BLOCK_DV, STAGES, PINGPONG, DYNAMIC, SHARED_OUT,
-#           ONE_MASKED, EARLY_CAST)
+#           ONE_MASKED)
 
 
 @gluon.jit
@@ -116,9 +116,7 @@ def _load_values(
             mbarrier.arrive(v_full.index(st), count=1)
             cleared += 1
         else:
-            _load(
-                TENSORS[2], batch_id, start_k + n_start, head, v_full, BUFFERS[2], st, BYTES
-            )
+            _load(TENSORS[2], batch_id, start_k + n_start, head, v_full, BUFFERS[2], st, BYTES)
     else:
         _load(TENSORS[2], batch_id, start_k + n_start, head, v_full, BUFFERS[2], st, BYTES)
     return cleared
@@ -142,9 +140,7 @@ def _load_tile(
     n0, n3 = _range_of_tile(m_start, MASK, BLOCK_M, BLOCK_N)
     first, stop = keys_of(0, used_q, MASK)
     # past a dense tensor's end TMA fills with zeros by itself
-    MAY_CLEAR: gl.constexpr = (
-        PACKED[1] is not None or PACKED[3] is not None or SIZES[9] is not None
-    )
+    MAY_CLEAR: gl.constexpr = PACKED[1] is not None or PACKED[3] is not None or SIZES[9] is not None
     if PACKED[1] is None and PACKED[3] is None:
         stop = gl.maximum(stop, n3)
     entry_q = batch_id
@@ -223,7 +219,7 @@ def _produce(GIVEN, counter, num_tiles, TILE: gl.constexpr):
     tile = _next(gl.program_id(0), SIZES, PACKED, counter, num_tiles, True, TILE)
     while tile < num_tiles:
         _announce(tile, BUFFERS, BARRIERS, turn)
-        batch_id, head, m_start, start_q, length_q, used_q, start_k, used_k = _tile(
+        batch_id, head, m_start, start_q, _length_q, used_q, start_k, used_k = _tile(
             tile, SIZES, PACKED, BLOCK_M
         )
         tile = _next(tile, SIZES, PACKED, counter, num_tiles, False, TILE)
@@ -295,7 +291,6 @@ def _step(
     BLOCK_DV: gl.constexpr = TILE[3]
     STAGES: gl.constexpr = TILE[4]
     PINGPONG: gl.constexpr = TILE[5]
-    EARLY_CAST: gl.constexpr = TILE[9]
     k_full, k_empty, v_full, v_empty = BARRIERS[2], BARRIERS[3], BARRIERS[4], BARRIERS[5]
     dtype: gl.constexpr = q.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -325,13 +320,10 @@ def _step(
         if cut:
             s = _hide(s, m_start, n_start, MASK)
     p32, m_i, l_i, alpha = softmax(s, m_i, l_i, SCORE, MASK[0], BLOCK_N, _register(CONSUMER))
-    if EARLY_CAST:
-        p = gl.convert_layout(pinned_cast(p32, dtype), p_layout, assert_trivial=True)
     block_boundary(MASK[0])
     o = warpgroup_mma_wait(0, deps=[o])
     mbarrier.arrive(v_empty.index(before), count=1)
-    if not EARLY_CAST:
-        p = gl.convert_layout(p32.to(dtype), p_layout, assert_trivial=True)
+    p = gl.convert_layout(p32.to(dtype), p_layout, assert_trivial=True)
     return p, o, alpha, m_i, l_i
 
 
@@ -373,7 +365,7 @@ def _consume(
     turn = 0
     tile = _next_told(BUFFERS, BARRIERS, turn)
     while tile < num_tiles:
-        batch_id, head, m_tile, start_q, length_q, used_q, start_k, used_k = _tile(
+        batch_id, head, m_tile, start_q, length_q, used_q, _start_k, used_k = _tile(
             tile, SIZES, PACKED, BLOCK_M
         )
         MASK = used_q, used_k, SIZES[9], SIZES[10]
@@ -390,7 +382,7 @@ def _consume(
         m_start = m_tile + CONSUMER * 64
         tile_n0, tile_n3 = _range_of_tile(m_tile, MASK, BLOCK_M, BLOCK_N)
         n0, n1, n2, n3 = key_blocks(m_start, gl.minimum(m_start + 64, used_q), MASK, BLOCK_N)
-        if n3 <= n0:  # no row sees a key: one block, all masked
+        if (n3 <= n0) | (m_start >= used_q):  # no row sees a key: one block, hidden or not stored
             n0 = tile_n0
             n1, n2, n3 = n0, n0, n0 + BLOCK_N
         it = _hand_back(BARRIERS, it, (tile_n3 - n3) // BLOCK_N, STAGES)
@@ -443,9 +435,7 @@ def _consume(
         i = m_start + gl.arange(0, 64, layout=rows)
         dead = (l_i == 0.0) | (i >= used_q)
         lse_i = gl.where(i < used_q, to_lse(m_i, l_i, SCORE), NEG_INF)
-        lse_h = statistics_of(
-            lse, batch_id, head, nheads, seqlen_q, total_q, start_q, PACKED[0]
-        )
+        lse_h = statistics_of(lse, batch_id, head, nheads, seqlen_q, total_q, start_q, PACKED[0])
         gl.store(lse_h + i, lse_i, mask=i < length_q)
         factor = gl.convert_layout(share / gl.where(dead, 1.0, l_i), o_rows)
         gone = gl.convert_layout(dead, o_rows)
@@ -474,9 +464,7 @@ def _consume(
 
 
 @gluon.jit
-def _store_tile(
-    TENSORS, BUFFERS, o, entry, row, head, CONSUMER: gl.constexpr, TILE: gl.constexpr
-):
+def _store_tile(TENSORS, BUFFERS, o, entry, row, head, CONSUMER: gl.constexpr, TILE: gl.constexpr):
     staged = BUFFERS[3].index(CONSUMER)
     if not TILE[7]:
         tma.store_wait(0)
@@ -553,7 +541,6 @@ def flash_fwd_sm90_kernel(
     DYNAMIC: gl.constexpr,
     SHARED_OUT: gl.constexpr,
     ONE_MASKED: gl.constexpr,
-    EARLY_CAST: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
     APPROX_TANH: gl.constexpr,
@@ -572,7 +559,6 @@ def flash_fwd_sm90_kernel(
     """
     TILE: gl.constexpr = (
         CONSUMERS, BLOCK_N, BLOCK_D, BLOCK_DV, STAGES, PINGPONG, DYNAMIC, SHARED_OUT, ONE_MASKED,
-        EARLY_CAST,
     )  # fmt: skip
     q_s = gl.allocate_shared_memory(q.dtype, [CONSUMERS, 1, 64, 1, BLOCK_D], q.layout)
     k_s = gl.allocate_shared_memory(q.dtype, [STAGES, 1, BLOCK_N, 1, BLOCK_D], k.layout)

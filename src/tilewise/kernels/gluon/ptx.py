@@ -56,19 +56,6 @@ def exp2(x):
     )
 
 
-@gluon.jit
-def pinned_cast(x, dtype: gl.constexpr):
-    """x in half precision, two values at a time, where it stands."""
-    if dtype == gl.bfloat16:
-        return gl.inline_asm_elementwise(
-            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=dtype, is_pure=False, pack=2
-        )
-    else:
-        return gl.inline_asm_elementwise(
-            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=dtype, is_pure=False, pack=2
-        )
-
-
 @gluon.constexpr_function
 def _rescale(n):
     # of a thread's n elements, two lie in its first row, two in its second, and so on

@@ -1,0 +1,75 @@
+"""FlashAttention-3 for Hopper, in Gluon.
+
+The forward is this backend's own; the backward is the Triton backend's, which reads the same out
+and lse. Nothing here imports triton until a call is taken.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+from torch import Tensor
+
+from ...core import features
+from ...core.problem import AttentionProblem
+from ..base import AttentionTensors, Gradients, Wanted
+from ..triton import TritonBackend
+
+MAX_HEAD_DIM = 256
+
+
+class GluonBackend:
+    """The Gluon backend; see ``backends.base.Backend``."""
+
+    name = "gluon"
+    algorithms = ("fa3",)
+    automatic = True
+    _triton = TritonBackend()
+
+    def supports(self, problem: AttentionProblem) -> tuple[str, ...]:
+        """See ``Backend.supports``."""
+        p = problem
+        reasons = []
+        if p.device != "cuda":
+            reasons.append(f"computes on a Hopper GPU, and the tensors are on {p.device}")
+        elif p.arch != "sm_90":
+            reasons.append(f"computes on Hopper, sm_90, and the GPU is {p.arch}")
+        elif importlib.util.find_spec("triton") is None:
+            reasons.append("triton is not installed: pip install 'tilewise[triton]'")
+        for name, width in (("head_dim", p.head_dim), ("head_dim_v", p.head_dim_v)):
+            if width > MAX_HEAD_DIM:
+                reasons.append(f"{name} {width} is over {MAX_HEAD_DIM}")
+            elif width % 8:
+                reasons.append(f"{name} {width} is no multiple of 8: TMA moves 16 bytes at a time")
+        reasons += features.reasons_against(self.name, p.dtype, p.features, p.needs_grad)
+        return tuple(reasons)
+
+    def fwd(
+        self, problem: AttentionProblem, tensors: AttentionTensors, algorithm: str
+    ) -> tuple[Tensor, Tensor]:
+        """See ``Backend.fwd``."""
+        import torch
+
+        from ...kernels import compat
+
+        compat.check_version()
+        if tensors.k.numel() == 0:  # a descriptor must have rows
+            return self._triton.fwd(problem, tensors, "fa2")
+        with torch.cuda.device(tensors.q.device):
+            from .fwd import fwd
+
+            return fwd(problem, tensors)
+
+    def bwd(
+        self,
+        problem: AttentionProblem,
+        tensors: AttentionTensors,
+        out: Tensor,
+        lse: Tensor,
+        dout: Tensor,
+        dlse: Tensor | None,
+        wanted: Wanted,
+        algorithm: str,
+    ) -> Gradients:
+        """See ``Backend.bwd``."""
+        return self._triton.bwd(problem, tensors, out, lse, dout, dlse, wanted, "fa2")

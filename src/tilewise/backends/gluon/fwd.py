@@ -1,0 +1,103 @@
+"""Launches the forward."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...core.mask import MaskSpec
+from ...core.problem import VARLEN, AttentionProblem
+from ...kernels import compat
+from ...kernels.gluon.fwd_sm90 import flash_fwd_sm90_kernel
+from ..base import AttentionTensors
+from ..triton import launch
+from ..triton.launch import Launch, Of
+from .config import HopperConfig, find
+
+ROWS = 64  # of a consumer warpgroup
+
+
+def fwd(problem: AttentionProblem, tensors: AttentionTensors) -> tuple[Tensor, Tensor]:
+    """out and lse; see ``Backend.fwd``."""
+    p = problem
+    t = launch.with_positive_scale(p, tensors)
+    t = replace(t, **{name: _for_tma(getattr(t, name)) for name in ("q", "k", "v")})
+    out, lse = launch.outputs(p, t)
+    if p.seqlen_q * p.nheads * p.batch == 0 or out.numel() == 0:
+        return out.zero_(), lse
+    config = find(p)
+    call = launch.operands(t)
+    call |= {"out": out, "lse": lse}
+    if config.dynamic:
+        call["counter"] = torch.zeros(1, dtype=torch.int32, device=out.device)
+    facts = ("gluon_fwd", p, config)
+    launch.run(launch.plans.find(facts, call, lambda: [_launch(p, t, out, config)]), call)
+    return out, lse
+
+
+def _for_tma(x: Tensor) -> Tensor:
+    """x, copied where its strides are none that TMA can read."""
+    return x if launch.suits_tma(x) else x.contiguous()
+
+
+def _launch(p: AttentionProblem, t: AttentionTensors, out: Tensor, config: HopperConfig) -> Launch:
+    c = config
+    num_m_blocks = -(-p.seqlen_q // (c.consumers * ROWS))
+    num_tiles = num_m_blocks * p.nheads * p.batch
+    block_d, block_dv = widths(p)
+    packed = p.layout == VARLEN
+    shared = launch.shared_arguments(p, t)
+    arguments: dict[str, Any] = {
+        **shared,
+        "q": _of("q", t.q, ROWS, block_d),
+        "k": _of("k", t.k, c.BLOCK_N, block_d),
+        "v": _of("v", t.v, c.BLOCK_N, block_dv),
+        "out": _of("out", out, ROWS, block_dv),
+        "out_rows": Of("out") if packed else None,
+        "lse": Of("lse"),
+        "counter": Of("counter") if c.dynamic else None,
+        "sink": None if t.sink is None else Of("sink"),
+        "out_strides": launch.strides(out),
+        "num_m_blocks": num_m_blocks,
+        "num_tiles": num_tiles,
+        "section": launch.section(p, p.nheads),
+        "BLOCK_D": block_d,
+        "BLOCK_DV": block_dv,
+        "BLOCK_N": c.BLOCK_N,
+        "CONSUMERS": c.consumers,
+        "STAGES": c.num_stages,
+        "PINGPONG": c.pingpong and not packed and p.mask == MaskSpec() and c.consumers == 2,
+        "DYNAMIC": c.dynamic,
+        "SHARED_OUT": c.shared_out,
+        "ONE_MASKED": one_masked(p),
+        "CONSUMER_REGISTERS": c.consumer_registers,
+        "PRODUCER_REGISTERS": c.producer_registers,
+        "APPROX_TANH": launch.approx_tanh(t.q),
+    }
+    grid = min(num_tiles, _multiprocessors(out.device.index))
+    options = compat.launch_options(num_warps=4, num_stages=1, maxnreg=c.maxnreg)
+    return Launch(flash_fwd_sm90_kernel, grid, arguments, options)
+
+
+def _of(name: str, x: Tensor, rows: int, width: int) -> Of:
+    return Of(name, launch.descriptor(x, rows, width, compat.shared_descriptor))
+
+
+def widths(p: AttentionProblem) -> tuple[int, int]:
+    """Columns of a tile of q and k, and of v: powers of two, which TMA fills up with zeros."""
+    return launch.power_of_two(p.head_dim, 64), launch.power_of_two(p.head_dim_v, 64)
+
+
+def one_masked(p: AttentionProblem) -> bool:
+    """Whether the window's right side and the keys' end cut one block at most of a consumer's."""
+    right = p.mask.window_right
+    return right is None or (p.layout != VARLEN and (p.seqlen_k - p.seqlen_q + right) % ROWS == 0)
+
+
+@lru_cache
+def _multiprocessors(index: int) -> int:
+    return int(torch.cuda.get_device_properties(index).multi_processor_count)
