@@ -12,13 +12,12 @@ from types import FunctionType
 from typing import Any
 
 from triton.experimental import gluon
-from triton.runtime.jit import JITFunction
 
-_FUNCTIONS: dict[JITFunction[Any], Any] = {}
+_FUNCTIONS: dict[Any, Any] = {}
 _GLOBALS: dict[str, dict[str, Any]] = {}
 
 
-def twin(function: JITFunction[Any]) -> Any:
+def twin(function: Any) -> Any:
     """``function``, and all that it calls, as Gluon functions."""
     if function not in _FUNCTIONS:
         source = function.fn
@@ -42,6 +41,7 @@ def _globals_of(module: str) -> dict[str, Any]:
         found = _GLOBALS[module] = dict(names)  # before its functions, which may call each other
         ours = module.partition(".")[0]
         for name, value in names.items():
-            if isinstance(value, JITFunction) and value.fn.__module__.startswith(ours):
+            source = getattr(value, "fn", None)  # of triton.jit's functions, interpreted ones too
+            if isinstance(source, FunctionType) and source.__module__.startswith(ours):
                 found[name] = twin(value)
     return _GLOBALS[module]

@@ -1,0 +1,425 @@
+"""Runs a warp-specialised Gluon kernel on a CPU, each warp group in a thread of its own.
+
+Gluon has no interpreter. Its kernels are Python, though, and here they run as such: ``gl`` and
+``tl`` stand for torch, shared memory is filled with NaN, an mbarrier counts arrivals and bytes, and
+a WGMMA reads its operands when it is waited for, not when it is issued. That shows what goes wrong
+between warps: a wait for what never comes (an error after ``PATIENCE`` seconds), a stage that is
+read too early or too late, a block too many, an address outside of a tensor. Layouts, registers
+and time are beyond it.
+"""
+
+from __future__ import annotations
+
+import builtins
+import operator
+import threading
+from functools import reduce as fold
+from types import FunctionType, ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+
+PATIENCE = 20.0
+
+
+class Tile(torch.Tensor):
+    """A tensor as device code sees it."""
+
+    @property
+    def type(self) -> Any:
+        return SimpleNamespace(layout=None)
+
+
+def tile(x: Any) -> Tile:
+    return torch.as_tensor(x).as_subclass(Tile)
+
+
+class Pointer:
+    """Elements of a tensor's storage; a step is an element, and each access must be inside."""
+
+    def __init__(self, x: torch.Tensor, offset: Any = 0) -> None:
+        self.x, self.offset = x, offset
+        self.dtype = SimpleNamespace(element_ty=x.dtype)
+
+    def __add__(self, step: Any) -> Pointer:
+        return Pointer(self.x, self.offset + step)
+
+    def __getitem__(self, index: Any) -> Pointer:
+        return Pointer(self.x, self.offset[index])
+
+    def places(self, mask: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        offset = torch.as_tensor(self.offset).long()
+        mask = torch.as_tensor(True if mask is None else mask)
+        offset, mask = torch.broadcast_tensors(offset, mask)
+        memory = torch.as_strided(
+            self.x, (self.x.untyped_storage().nbytes() // self.x.element_size(),), (1,), 0
+        )
+        place = offset + self.x.storage_offset()
+        last = sum((n - 1) * st for n, st in zip(self.x.shape, self.x.stride(), strict=True))
+        assert (~mask | ((offset >= 0) & (offset <= last))).all(), "an address outside"
+        return memory, torch.where(mask, place, 0), mask
+
+
+class Shared:
+    """A tensor in shared memory, or a view of one."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x = x
+        self.dtype = x.dtype
+
+    def index(self, i: Any) -> Shared:
+        return Shared(self.x[int(i)])
+
+    def reshape(self, shape: Any) -> Shared:
+        return Shared(self.x.view([int(n) for n in shape]))
+
+    def permute(self, order: Any) -> Shared:
+        return Shared(self.x.permute(order))
+
+    def slice(self, start: int, length: int, dim: int = 0) -> Shared:
+        return Shared(self.x.narrow(dim, start, length))
+
+    def load(self, layout: Any = None) -> Tile:
+        return tile(self.x.clone())
+
+    def store(self, value: Any) -> None:
+        self.x.copy_(value)
+
+
+class Barrier:
+    """An mbarrier: a phase ends when all have arrived and all bytes have."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.count = self.left = self.bytes = self.phase = 0
+
+    def init(self, count: int) -> None:
+        self.count = self.left = count
+
+    def update(self, arrivals: int, more: int) -> None:
+        with self.changed:
+            self.left -= arrivals
+            self.bytes += more
+            assert self.left >= 0, "more arrivals than the barrier counts"
+            if self.left == 0 and self.bytes == 0:
+                self.left = self.count
+                self.phase += 1
+                self.changed.notify_all()
+
+    def wait(self, parity: int) -> None:
+        with self.changed:
+            came = self.changed.wait_for(lambda: self.phase & 1 != int(parity), PATIENCE)
+            assert came, "a wait for what does not come"
+
+
+class Barriers:
+    """Mbarriers in shared memory: one, or as many as its shape says."""
+
+    def __init__(self, n: int) -> None:
+        self.each = [Barrier() for _ in range(n)]
+
+    def index(self, i: Any) -> Barrier:
+        return self.each[int(i)]
+
+
+def _one(barrier: Any) -> Barrier:
+    return barrier.each[0] if isinstance(barrier, Barriers) else barrier
+
+
+class _mbarrier:
+    MBarrierLayout = staticmethod(lambda: "mbarrier")
+
+    @staticmethod
+    def init(barrier: Any, count: int) -> None:
+        _one(barrier).init(count)
+
+    @staticmethod
+    def expect(barrier: Any, size: int, pred: Any = True) -> None:
+        if pred:
+            _one(barrier).update(1, int(size))
+
+    @staticmethod
+    def arrive(barrier: Any, *, count: int = 1, pred: Any = True) -> None:
+        if pred:
+            _one(barrier).update(count, 0)
+
+    @staticmethod
+    def wait(barrier: Any, phase: Any, pred: Any = True) -> None:
+        if pred:
+            _one(barrier).wait(phase)
+
+
+class Descriptor:
+    """A TMA descriptor: what lies outside of the tensor reads as 0 and is not written."""
+
+    def __init__(self, host: Any) -> None:
+        self.x = torch.as_strided(
+            host.base, tuple(host.shape), tuple(host.strides), host.base.storage_offset()
+        )
+        self.block = host.block_shape
+        self.dtype, self.shape, self.layout = host.base.dtype, list(host.shape), host.layout
+
+    def part(self, start: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """The part of the tensor that a block covers, and where in the block it lies."""
+        source, target = [], []
+        for n, size, first in zip(self.x.shape, self.block, map(int, start), strict=True):
+            begin, end = builtins.max(first, 0), builtins.min(first + size, n)
+            end = builtins.max(begin, end)
+            source.append(slice(begin, end) if begin < n else slice(0, 0))
+            target.append(slice(begin - first, end - first) if begin < n else slice(0, 0))
+        return self.x[tuple(source)], tuple(target)  # type: ignore[return-value]
+
+
+class _tma:
+    @staticmethod
+    def async_copy_global_to_shared(desc: Descriptor, at: Any, barrier: Any, into: Shared) -> None:
+        part, where = desc.part(at)
+        block = torch.zeros(desc.block, dtype=desc.dtype)
+        block[where] = part
+        into.x.copy_(block.view(into.x.shape))
+        _one(barrier).update(0, -block.numel() * block.element_size())
+
+    @staticmethod
+    def async_copy_shared_to_global(desc: Descriptor, at: Any, source: Shared) -> None:
+        part, where = desc.part(at)
+        part.copy_(source.x.view(desc.block)[where])
+
+    @staticmethod
+    def store_wait(pendings: int) -> None:
+        pass
+
+
+class _Pending:
+    """A WGMMA that was issued."""
+
+    def __init__(self, a: Any, b: Shared, acc: Tile, use_acc: bool) -> None:
+        self.a, self.b, self.acc, self.use_acc = a, b, acc, use_acc
+        self.dtype = acc.dtype
+        self.type = SimpleNamespace(layout=None)
+
+    def done(self) -> Tile:
+        a = self.a.x if isinstance(self.a, Shared) else self.a
+        product = a.float() @ self.b.x.float()
+        return tile(product + self.acc if self.use_acc else product)
+
+
+def _warpgroup_mma(
+    a: Any, b: Any, acc: Any, *, use_acc: bool = True, is_async: bool = False
+) -> Any:
+    return _Pending(a, b, acc, use_acc)
+
+
+def _warpgroup_mma_wait(num_outstanding: int = 0, deps: Any = None) -> Any:
+    found = [x.done() for x in deps]
+    return found[0] if len(found) == 1 else tuple(found)
+
+
+def _load(pointer: Pointer, mask: Any = None, other: Any = 0) -> Tile:
+    memory, place, mask = pointer.places(mask)
+    return tile(torch.where(mask, memory[place], torch.as_tensor(other, dtype=memory.dtype)))
+
+
+def _store(pointer: Pointer, value: Any, mask: Any = None) -> None:
+    memory, place, mask = pointer.places(mask)
+    value = torch.as_tensor(value).to(memory.dtype).expand(place.shape)
+    memory[place[mask]] = value[mask]
+
+
+def _reduce(of: Any) -> Any:
+    def reduction(x: Any, axis: int) -> Tile:
+        return tile(of(torch.as_tensor(x), axis))
+
+    return reduction
+
+
+def _either(choose: Any) -> Any:
+    def function(a: Any, b: Any) -> Any:
+        if isinstance(a, int) and isinstance(b, int):
+            return {torch.minimum: builtins.min, torch.maximum: builtins.max}[choose](a, b)
+        a, b = (x if isinstance(x, torch.Tensor) else torch.as_tensor(x) for x in (a, b))
+        return tile(choose(*torch.broadcast_tensors(*_promoted(a, b))))
+
+    return function
+
+
+def _promoted(a: Any, b: Any) -> Any:
+    dtype = torch.promote_types(a.dtype, b.dtype)
+    return a.to(dtype), b.to(dtype)
+
+
+def _where(condition: Any, a: Any, b: Any) -> Tile:
+    like = a if isinstance(a, torch.Tensor) else b
+    a, b = (torch.as_tensor(x, dtype=like.dtype) for x in (a, b))
+    return tile(torch.where(torch.as_tensor(condition), a, b))
+
+
+_DTYPES = {
+    name: getattr(torch, name)
+    for name in ("int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64")
+}
+
+
+def _language(program: int, programs: int, lock: Any) -> SimpleNamespace:
+    """``gl`` and ``tl``."""
+
+    def atomic_add(pointer: Pointer, value: int, sem: str = "") -> int:
+        with lock:
+            before = int(_load(pointer))
+            _store(pointer, before + value)
+        return before
+
+    def allocate(dtype: Any, shape: Any, layout: Any = None) -> Any:
+        if layout == "mbarrier":
+            return Barriers(fold(operator.mul, shape))
+        fill = float("nan") if dtype.is_floating_point else -1
+        return Shared(torch.full([int(n) for n in shape], fill, dtype=dtype))
+
+    def warp_specialize(parts: Any, warps: Any, registers: Any) -> None:
+        errors: list[BaseException] = []
+
+        def run(function: Any, arguments: Any) -> None:
+            try:
+                function(*arguments)
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=run, args=part, daemon=True) for part in parts]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[0]
+
+    def layout(*_: Any, **__: Any) -> None:
+        return None
+
+    return SimpleNamespace(
+        **_DTYPES,
+        constexpr=lambda x: x,
+        static_range=range,
+        arange=lambda a, b, layout=None: tile(torch.arange(a, b, dtype=torch.int32)),
+        full=lambda shape, value, dtype, layout=None: tile(
+            torch.full([int(n) for n in shape], float(value), dtype=torch.float64).to(dtype)
+        ),
+        zeros=lambda shape, dtype, layout=None: tile(
+            torch.zeros([int(n) for n in shape], dtype=dtype)
+        ),
+        program_id=lambda axis: program,
+        num_programs=lambda axis: programs,
+        minimum=_either(torch.minimum),
+        maximum=_either(torch.maximum),
+        cdiv=lambda a, b: -(-a // b),
+        cast=lambda x, dtype: tile(x).to(dtype),
+        abs=lambda x: tile(torch.as_tensor(x).abs()),
+        where=_where,
+        max=_reduce(torch.amax),
+        sum=_reduce(torch.sum),
+        exp2=lambda x: tile(torch.exp2(x)),
+        log2=lambda x: tile(torch.log2(x)),
+        reshape=lambda x, shape: x.reshape(shape),
+        convert_layout=lambda x, layout, assert_trivial=False: x,
+        load=_load,
+        store=_store,
+        atomic_add=atomic_add,
+        allocate_shared_memory=allocate,
+        warp_specialize=warp_specialize,
+        NVMMADistributedLayout=layout,
+        DotOperandLayout=layout,
+        SliceLayout=layout,
+        BlockedLayout=layout,
+        SwizzledSharedLayout=layout,
+    )
+
+
+def _exp2(x: Any) -> Tile:
+    return tile(torch.exp2(x))
+
+
+def _rescale(o: Any, alpha: Any, WIDTH: int) -> Tile:
+    return tile(o * alpha[:, None])
+
+
+def _any_above_1024(x: Any, scalar: Any, REGISTER: str) -> Any:
+    return x, int(not bool((x <= 1024).all()))
+
+
+def _tanh(x: Any, APPROX: Any) -> Tile:
+    return tile(torch.tanh(x))
+
+
+# What is asm in a kernel, by the name of its function.
+_ASM = {
+    "exp2": _exp2,
+    "rescale": _rescale,
+    "any_above_1024": _any_above_1024,
+    "block_boundary": lambda length: None,
+    "bar_sync": lambda barrier, threads: None,
+    "bar_arrive": lambda barrier, threads: None,
+    "_tanh": _tanh,
+}
+_HOPPER = {
+    "mbarrier": _mbarrier,
+    "tma": _tma,
+    "fence_async_shared": lambda: None,
+    "warpgroup_mma": _warpgroup_mma,
+    "warpgroup_mma_wait": _warpgroup_mma_wait,
+}
+
+
+class _Python:
+    """Device functions as Python functions of one program."""
+
+    def __init__(self, language: SimpleNamespace) -> None:
+        self.language = language
+        self.functions: dict[Any, Any] = {}
+        self.modules: dict[int, dict[str, Any]] = {}
+
+    def function(self, jitted: Any) -> Any:
+        source = jitted.fn
+        if source.__name__ in _ASM:
+            return _ASM[source.__name__]
+        if source not in self.functions:
+            self.functions[source] = FunctionType(
+                source.__code__,
+                self.globals(source.__globals__),
+                source.__name__,
+                source.__defaults__,
+                source.__closure__,
+            )
+        return self.functions[source]
+
+    def globals(self, names: dict[str, Any]) -> dict[str, Any]:
+        if id(names) not in self.modules:
+            found = self.modules[id(names)] = dict(names)
+            for name, value in names.items():
+                if name in _HOPPER:
+                    found[name] = _HOPPER[name]
+                elif name in ("gl", "tl"):
+                    found[name] = self.language
+                elif hasattr(value, "fn") and not isinstance(value, ModuleType):
+                    found[name] = self.function(value)
+                elif type(value).__name__ == "constexpr":
+                    found[name] = value.value
+        return self.modules[id(names)]
+
+
+def run(kernel: Any, programs: int, arguments: dict[str, Any]) -> None:
+    """Runs the programs of a grid one after another.
+
+    Args:
+        kernel: a Gluon kernel.
+        programs: how many.
+        arguments: by name; tensors as pointers, host descriptors as TMA descriptors.
+    """
+
+    def given(x: Any) -> Any:
+        if isinstance(x, torch.Tensor):
+            return Pointer(x)
+        return Descriptor(x) if hasattr(x, "block_shape") else x
+
+    values = [given(arguments[name]) for name in kernel.arg_names]
+    lock = threading.Lock()
+    for program in range(programs):
+        function = _Python(_language(program, programs, lock)).function(kernel)
+        function(*values)
