@@ -339,6 +339,40 @@ def usage(kernel: Any, sass: bool = False) -> dict[str, Any]:
     return facts
 
 
+def pipeline(kernel: Any) -> dict[str, Any]:
+    """What a kernel in Gluon must answer for: ptxas' remarks on WGMMA, accesses to local memory in
+    the loops that multiply."""
+    import triton
+
+    program = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(kernel.asm["ptx"])
+        file.flush()
+        command = [program, "-v", "--gpu-name=sm_90a", file.name, "-o", os.devnull]
+        done = subprocess.run(command, capture_output=True, text=True)
+    remarks = re.findall(r"C75\d\d|wgmma[^\n]*", done.stdout + done.stderr)
+    lines = re.findall(
+        r"/\*([0-9a-f]{4,5})\*/\s+(?:@!?U?P\w+ )?([A-Z0-9_.]+)([^;]*);",
+        _cuobjdump(kernel.asm["cubin"], "-sass"),
+    )
+    found: list[tuple[int, int]] = []
+    for at, name, rest in lines:
+        target = re.search(r"0x([0-9a-f]+)", rest) if name == "BRA" else None
+        if target is not None and int(target[1], 16) < int(at, 16):
+            found.append((int(target[1], 16), int(at, 16)))
+
+    # a loop over key blocks is the smallest around a warp vote, which each has
+    votes = [int(at, 16) for at, name, _ in lines if name.startswith("VOTE.")]
+    around = [[x for x in found if x[0] <= vote <= x[1]] for vote in votes]
+    loops = {min(spans, key=lambda x: x[1] - x[0]) for spans in around if spans}
+    spills = [int(at, 16) for at, name, _ in lines if name.startswith(("LDL", "STL"))]
+    return {
+        "remarks": remarks,
+        "loops": len(loops),
+        "loop_spills": max((sum(a <= x <= b for x in spills) for a, b in loops), default=0),
+    }
+
+
 def _cuobjdump(cubin: bytes, option: str) -> str:
     import triton
 
@@ -371,7 +405,8 @@ def results(case: Case, own: bool = True) -> Iterator[dict[str, Any]]:
             yield facts | {"name": launch.name, "error": f"{type(cause).__name__}: {cause}"[-2000:]}
             continue
         seconds = time.perf_counter() - start
-        yield facts | {"name": launch.name, "seconds": round(seconds, 3)} | usage(kernel)
+        facts_of = usage(kernel) | (pipeline(kernel) if launch.fn.is_gluon() else {})
+        yield facts | {"name": launch.name, "seconds": round(seconds, 3)} | facts_of
 
 
 def main() -> None:

@@ -60,8 +60,6 @@ FEATURES: tuple[Feature, ...] = (
         "dropout",
         "dropout_p=",
         "counter-based Philox; equal bits on every backend",
-        _BUT_GLUON,
-        _BUT_GLUON,
     ),
     Feature("gqa", "nheads_kv < nheads", "grouped and multi-query heads, never expanded"),
     Feature("head_dim_v", "v.shape[-1] != q.shape[-1]", "values of another width"),

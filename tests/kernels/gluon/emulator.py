@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 
+from tilewise.formats.philox import philox4x32
+
 PATIENCE = 20.0
 
 
@@ -170,23 +172,17 @@ class Descriptor:
         return self.x[tuple(source)], tuple(target)  # type: ignore[return-value]
 
 
-class _tma:
-    @staticmethod
-    def async_copy_global_to_shared(desc: Descriptor, at: Any, barrier: Any, into: Shared) -> None:
-        part, where = desc.part(at)
-        block = torch.zeros(desc.block, dtype=desc.dtype)
-        block[where] = part
-        into.x.copy_(block.view(into.x.shape))
-        _one(barrier).update(0, -block.numel() * block.element_size())
+def _async_load(desc: Descriptor, at: Any, barrier: Any, into: Shared) -> None:
+    part, where = desc.part(at)
+    block = torch.zeros(desc.block, dtype=desc.dtype)
+    block[where] = part
+    into.x.copy_(block.view(into.x.shape))
+    _one(barrier).update(0, -block.numel() * block.element_size())
 
-    @staticmethod
-    def async_copy_shared_to_global(desc: Descriptor, at: Any, source: Shared) -> None:
-        part, where = desc.part(at)
-        part.copy_(source.x.view(desc.block)[where])
 
-    @staticmethod
-    def store_wait(pendings: int) -> None:
-        pass
+def _async_store(desc: Descriptor, at: Any, source: Shared) -> None:
+    part, where = desc.part(at)
+    part.copy_(source.x.view(desc.block)[where])
 
 
 class _Pending:
@@ -248,12 +244,22 @@ def _promoted(a: Any, b: Any) -> Any:
 
 
 def _where(condition: Any, a: Any, b: Any) -> Tile:
-    like = a if isinstance(a, torch.Tensor) else b
-    a, b = (torch.as_tensor(x, dtype=like.dtype) for x in (a, b))
+    dtype = next((x.dtype for x in (a, b) if isinstance(x, torch.Tensor)), torch.float32)
+    a, b = (torch.as_tensor(x, dtype=dtype) for x in (a, b))
     return tile(torch.where(torch.as_tensor(condition), a, b))
 
 
+class Word(Tile):
+    """Unsigned numbers of 32 bits, which torch hardly has, held in int64."""
+
+    def __lshift__(self, n: int) -> Word:
+        return (torch.Tensor.__lshift__(self, n) & 0xFFFFFFFF).as_subclass(Word)
+
+
 _DTYPES = {
+    "uint32": torch.int64,
+    "uint64": torch.int64,
+} | {
     name: getattr(torch, name)
     for name in ("int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64")
 }
@@ -318,6 +324,9 @@ def _language(program: int, programs: int, lock: Any) -> SimpleNamespace:
         exp2=lambda x: tile(torch.exp2(x)),
         log2=lambda x: tile(torch.log2(x)),
         reshape=lambda x, shape: x.reshape(shape),
+        permute=lambda x, order: x.permute(order),
+        split=lambda x: (x[..., 0], x[..., 1]),
+        join=lambda a, b: tile(torch.stack([a, b], -1)),
         convert_layout=lambda x, layout, assert_trivial=False: x,
         load=_load,
         store=_store,
@@ -348,8 +357,18 @@ def _tanh(x: Any, APPROX: Any) -> Tile:
     return tile(torch.tanh(x))
 
 
-# What is asm in a kernel, by the name of its function.
+def _philox(DROPOUT: Any, c0: Any, c1: Any) -> Any:
+    seed, _, head, batch = DROPOUT
+    key = int(_load(seed))
+    counter = [torch.as_tensor(x).long() for x in torch.broadcast_tensors(c0, c1)]
+    counter += [torch.tensor(int(head)), torch.tensor(int(batch))]
+    words = philox4x32(tuple(counter), (key & 0xFFFFFFFF, key >> 32 & 0xFFFFFFFF))
+    return [w.as_subclass(Word) for w in words]
+
+
+# What is asm, or words of 32 bits, in a kernel, by the name of its function.
 _ASM = {
+    "philox": _philox,
     "exp2": _exp2,
     "rescale": _rescale,
     "any_above_1024": _any_above_1024,
@@ -360,7 +379,9 @@ _ASM = {
 }
 _HOPPER = {
     "mbarrier": _mbarrier,
-    "tma": _tma,
+    "async_load": _async_load,
+    "async_store": _async_store,
+    "store_wait": lambda pendings: None,
     "fence_async_shared": lambda: None,
     "warpgroup_mma": _warpgroup_mma,
     "warpgroup_mma_wait": _warpgroup_mma_wait,

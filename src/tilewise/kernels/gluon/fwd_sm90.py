@@ -5,14 +5,15 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from ..triton import score, tiles
+from .dropout import drop_tile
 from .ptx import bar_arrive, bar_sync, block_boundary, exp2, rescale
 from .softmax import NEG_INF, first_softmax, softmax
+from .tma import async_load, async_store, store_wait
 from .twins import twin
 
 key_blocks = twin(tiles.key_blocks)
@@ -74,7 +75,7 @@ def _stage(it, STAGES: gl.constexpr):
 @gluon.jit
 def _load(desc, batch_id, row, head, full, ring, st, BYTES: gl.constexpr):
     mbarrier.expect(full.index(st), BYTES)
-    tma.async_copy_global_to_shared(desc, [batch_id, row, head, 0], full.index(st), ring.index(st))
+    async_load(desc, [batch_id, row, head, 0], full.index(st), ring.index(st))
 
 
 @gluon.jit
@@ -106,7 +107,7 @@ def _load_values(
     if MAY_CLEAR:
         if (n_start < first) | (n_start + BLOCK_N > stop):
             mbarrier.expect(v_clear, BYTES)
-            tma.async_copy_global_to_shared(
+            async_load(
                 TENSORS[2], [batch_id, start_k + n_start, head, 0], v_clear, BUFFERS[2].index(st)
             )
             mbarrier.wait(v_clear, cleared & 1)
@@ -277,7 +278,7 @@ def _hide(s, m_start, n_start, MASK):
 
 @gluon.jit
 def _step(
-    q, BUFFERS, BARRIERS, p, o, alpha, m_i, l_i, it, m_start, n_start, more, cut, SCORE, MASK,
+    q, BUFFERS, BARRIERS, p, o, alpha, m_i, l_i, it, m_start, n_start, more, cut, SCORE, MASK, DROPOUT,
     MAY_CUT: gl.constexpr, CONSUMER: gl.constexpr, TILE: gl.constexpr, APPROX_TANH: gl.constexpr,
 ):  # fmt: skip
     """Algorithm 2 of FlashAttention-3 for one block: its Q K^T and softmax, and P V of the block
@@ -320,6 +321,8 @@ def _step(
         if cut:
             s = _hide(s, m_start, n_start, MASK)
     p32, m_i, l_i, alpha = softmax(s, m_i, l_i, SCORE, MASK[0], BLOCK_N, _register(CONSUMER))
+    if DROPOUT[0] is not None:
+        p32 = drop_tile(p32, DROPOUT, m_start, n_start)
     block_boundary(MASK[0])
     o = warpgroup_mma_wait(0, deps=[o])
     mbarrier.arrive(v_empty.index(before), count=1)
@@ -355,7 +358,8 @@ def _consume(
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     rows: gl.constexpr = gl.SliceLayout(1, s_layout)
     o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
-    softmax_scale, softcap, alibi_slopes, slope_strides, sink = OPERANDS
+    softmax_scale, softcap, alibi_slopes, slope_strides, sink = OPERANDS[0:5]
+    seed, dropout_threshold, keep_scale = OPERANDS[5:8]
     out, out_strides, lse, nheads, seqlen_q, total_q = RESULTS
     q = BUFFERS[0].index(CONSUMER).reshape([64, BLOCK_D])
     if PINGPONG:
@@ -379,6 +383,7 @@ def _consume(
             0,
             None,
         )
+        DROPOUT = seed, dropout_threshold, head, batch_id
         m_start = m_tile + CONSUMER * 64
         tile_n0, tile_n3 = _range_of_tile(m_tile, MASK, BLOCK_M, BLOCK_N)
         n0, n1, n2, n3 = key_blocks(m_start, gl.minimum(m_start + 64, used_q), MASK, BLOCK_N)
@@ -399,6 +404,8 @@ def _consume(
         n_start = n3 - BLOCK_N
         s = _hide(_scores(x, m_start, n_start, SCORE, MASK, APPROX_TANH), m_start, n_start, MASK)
         p32, m_i, l_i = first_softmax(s, SCORE, BLOCK_N, rows)
+        if seed is not None:
+            p32 = drop_tile(p32, DROPOUT, m_start, n_start)
         p = gl.convert_layout(p32.to(dtype), p_layout, assert_trivial=True)
         o = gl.full([64, BLOCK_DV], 0.0, gl.float32, o_layout)
         alpha = gl.full([64], 1.0, gl.float32, rows)
@@ -410,7 +417,7 @@ def _consume(
         for n in range(n_start - BLOCK_N, n0 - BLOCK_N, -BLOCK_N):
             p, o, alpha, m_i, l_i = _step(
                 q, BUFFERS, BARRIERS, p, o, alpha, m_i, l_i, it, m_start, n, n > n0,
-                (n < n1) | (n >= n2), SCORE, MASK, MAY_CUT, CONSUMER, TILE, APPROX_TANH,
+                (n < n1) | (n >= n2), SCORE, MASK, DROPOUT, MAY_CUT, CONSUMER, TILE, APPROX_TANH,
             )  # fmt: skip
             it += 1
 
@@ -437,7 +444,7 @@ def _consume(
         lse_i = gl.where(i < used_q, to_lse(m_i, l_i, SCORE), NEG_INF)
         lse_h = statistics_of(lse, batch_id, head, nheads, seqlen_q, total_q, start_q, PACKED[0])
         gl.store(lse_h + i, lse_i, mask=i < length_q)
-        factor = gl.convert_layout(share / gl.where(dead, 1.0, l_i), o_rows)
+        factor = gl.convert_layout(share * keep_scale / gl.where(dead, 1.0, l_i), o_rows)
         gone = gl.convert_layout(dead, o_rows)
         o = warpgroup_mma_wait(0, deps=[o])
         mbarrier.arrive(v_empty.index(st), count=1)
@@ -455,22 +462,22 @@ def _consume(
             pointers = out + head * out_strides[2] + row[:, None] + c[None, :]
             gl.store(pointers, o, mask=(r < length_q)[:, None] & (c < TENSORS[3].shape[3])[None, :])
         if SHARED_OUT:
-            tma.store_wait(0)
+            store_wait(0)
             mbarrier.arrive(q_empty.index(CONSUMER), count=1)
         it = _hand_back(BARRIERS, it, (n0 - tile_n0) // BLOCK_N, STAGES)
         turn += 1
         tile = _next_told(BUFFERS, BARRIERS, turn)
-    tma.store_wait(0)
+    store_wait(0)
 
 
 @gluon.jit
 def _store_tile(TENSORS, BUFFERS, o, entry, row, head, CONSUMER: gl.constexpr, TILE: gl.constexpr):
     staged = BUFFERS[3].index(CONSUMER)
     if not TILE[7]:
-        tma.store_wait(0)
+        store_wait(0)
     staged.reshape([64, TILE[3]]).store(o)
     fence_async_shared()
-    tma.async_copy_shared_to_global(TENSORS[3], [entry, row, head, 0], staged)
+    async_store(TENSORS[3], [entry, row, head, 0], staged)
 
 
 @gluon.jit
@@ -500,6 +507,7 @@ def _clear_slack(out, out_strides, cu_seqlens, batch, total, HEADS, WIDTH):
         "section",
         "window_left",
         "window_right",
+        "dropout_threshold",
     ]
 )
 def flash_fwd_sm90_kernel(
@@ -512,6 +520,7 @@ def flash_fwd_sm90_kernel(
     counter,
     sink,
     alibi_slopes,
+    seed,
     cu_seqlens_q,
     cu_seqlens_k,
     seqused_q,
@@ -532,6 +541,8 @@ def flash_fwd_sm90_kernel(
     softcap,
     window_left,
     window_right,
+    dropout_threshold,
+    keep_scale,
     BLOCK_D: gl.constexpr,
     BLOCK_DV: gl.constexpr,
     BLOCK_N: gl.constexpr,
@@ -602,7 +613,10 @@ def flash_fwd_sm90_kernel(
         window_left, window_right,
     )  # fmt: skip
     PACKED = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
-    OPERANDS = softmax_scale, softcap, alibi_slopes, slope_strides, sink
+    OPERANDS = (
+        softmax_scale, softcap, alibi_slopes, slope_strides, sink, seed, dropout_threshold,
+        keep_scale,
+    )  # fmt: skip
     RESULTS = out_rows, out_strides, lse, nheads, seqlen_q, total_q
     given = (TENSORS, BUFFERS, BARRIERS, SIZES, PACKED)
     if CONSUMERS == 2:

@@ -1,0 +1,52 @@
+"""The Gluon kernels compile for Hopper into the pipelines that they describe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from .checks import compiles
+from .test_versions import VERSIONS
+
+pytestmark = pytest.mark.compile
+
+WIDTHS = [(64, 64), (128, 128), (256, 256), (192, 128), (64, 256), (256, 64)]
+FEATURES = ["softcap", "alibi", "sink", "dropout", "varlen", "seqused"]
+# A few reloads in a loop of some 700 instructions cost nothing that could be measured.
+MOST_LOOP_SPILLS = 16
+
+
+def check(answer: list[dict[str, Any]], consumers: int) -> None:
+    facts = compiles(answer, "sm_90")
+    # ptxas says so when it puts WGMMAs one after another (C7510 and its kin)
+    assert not facts["remarks"]
+    assert facts["wgmma.mma_async"] > 0 and facts["cp.async.bulk.tensor"] > 0
+    assert facts["setmaxnreg"] > 0
+    assert facts["loops"] == consumers, "one loop over key blocks for each consumer warpgroup"
+    assert facts["loop_spills"] <= MOST_LOOP_SPILLS
+
+
+@pytest.mark.parametrize("mask", ["full", "causal", "window"])
+@pytest.mark.parametrize("widths", WIDTHS, ids=lambda w: f"{w[0]}-{w[1]}")
+def test_the_forward(widths: tuple[int, int], mask: str, compiler: Callable[..., Any]) -> None:
+    answer = compiler(
+        kernel="fwd_sm90", dtype="bfloat16", head_dim=widths[0], head_dim_v=widths[1], mask=mask
+    )
+    check(answer, 3 if widths == (64, 64) else 2)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("feature", FEATURES)
+def test_a_feature_of_the_forward(
+    feature: str, head_dim: int, compiler: Callable[..., Any]
+) -> None:
+    features = ["varlen", feature] if feature == "seqused" else [feature]
+    answer = compiler(kernel="fwd_sm90", head_dim=head_dim, mask="causal", features=features)
+    check(answer, 3 if head_dim == 64 else 2)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_other_versions_of_triton(version: str, compiler: Callable[..., Any]) -> None:
+    check(compiler(version, kernel="fwd_sm90", mask="causal"), 2)
