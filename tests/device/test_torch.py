@@ -8,8 +8,12 @@ from tilewise import explain, flash_attn_func, flash_attn_varlen_func
 from .tools import draw, packed, qkv, results, same_bits
 
 
-def test_auto_takes_triton_for_tensors_on_a_gpu():
+def test_auto_takes_the_fastest_for_tensors_on_a_gpu():
+    hopper = torch.cuda.get_device_capability()[0] == 9
     choice = explain(**qkv(), causal=True)
+    taken = ("gluon", "fa3") if hopper else ("triton", "fa2")
+    assert (choice.backend, choice.algorithm) == taken
+    choice = explain(**qkv(dtype=torch.float32), causal=True)
     assert (choice.backend, choice.algorithm) == ("triton", "fa2")
 
 

@@ -278,8 +278,9 @@ def _hide(s, m_start, n_start, MASK):
 
 @gluon.jit
 def _step(
-    q, BUFFERS, BARRIERS, p, o, alpha, m_i, l_i, it, m_start, n_start, more, cut, SCORE, MASK, DROPOUT,
-    MAY_CUT: gl.constexpr, CONSUMER: gl.constexpr, TILE: gl.constexpr, APPROX_TANH: gl.constexpr,
+    q, BUFFERS, BARRIERS, p, o, alpha, m_i, l_i, it, m_start, n_start, more, cut, SCORE, MASK,
+    DROPOUT, MAY_CUT: gl.constexpr, CONSUMER: gl.constexpr, TILE: gl.constexpr,
+    APPROX_TANH: gl.constexpr,
 ):  # fmt: skip
     """Algorithm 2 of FlashAttention-3 for one block: its Q K^T and softmax, and P V of the block
     before.

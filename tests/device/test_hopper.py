@@ -1,0 +1,124 @@
+"""The Gluon backend on a Hopper GPU: what the emulator is held to, and what it cannot show."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tilewise import testing
+from tilewise.testing import make_inputs
+
+from ..kernels.gluon import test_fwd_sm90 as emulated
+from .tools import HALF, draw, name_of, packed, qkv, results, same_bits
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
+    reason="needs a Hopper GPU",
+)
+
+GLUON = {"backend": "gluon", "algorithm": "fa3"}
+LENGTHS = ((200, 333), (33, 49))
+REPEATS = 1000
+
+
+@pytest.fixture
+def forward():
+    """The backend's forward, in place of the emulated one."""
+
+    def call(**arguments):
+        moved = {n: x.cuda() if isinstance(x, torch.Tensor) else x for n, x in arguments.items()}
+        with testing.poisoned_memory():
+            return testing.run(**moved, **GLUON, backward=False)
+
+    return call
+
+
+@pytest.fixture
+def assert_forward_agrees(forward):
+    """Holds out and lse against the oracle and plain torch."""
+
+    def check(inputs):
+        moved = {n: x.cuda() if isinstance(x, torch.Tensor) else x for n, x in inputs.items()}
+        got = forward(**moved)
+        testing.assert_within(
+            got, testing.oracle(**moved), testing.plain(**moved), inputs["q"].dtype
+        )
+        return got
+
+    return check
+
+
+for _name, _test in vars(emulated).items():
+    if _name.startswith("test_"):
+        globals()[_name] = _test
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=name_of)
+@pytest.mark.parametrize("case", emulated.SUPPORTED, ids=lambda c: c.id)
+def test_every_feature_with_its_gradients(case, dtype, assert_agrees):
+    """The backward is Triton's, and reads this forward's out and lse."""
+    for sq, sk in LENGTHS:
+        sized = replace(case, seqlen_q=sq, seqlen_k=sk, head_dim=64)
+        assert_agrees(make_inputs(sized, dtype, "cuda"), GLUON)
+
+
+CALLS = {
+    "causal_varlen_gqa": lambda: (
+        packed([1536, 700, 1, 900], [1536, 901, 77, 640], h=8, hk=2) | {"causal": True}
+    ),
+    "dropout": lambda: qkv(2, 1536, 1536, 8, 2) | {"dropout_p": 0.2, "seed": 99, "causal": True},
+    "window": lambda: qkv(2, 1536, 1700, 8, 2, d=128) | {"window_size": (200, 100)},
+    "wide": lambda: qkv(1, 700, 900, 8, 2, d=256),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_the_forward_has_equal_bits_each_time(call):
+    inputs = CALLS[call]()
+    first = testing.run(**inputs, **GLUON, backward=False)
+    for _ in range(REPEATS):
+        got = testing.run(**inputs, **GLUON, backward=False)
+        assert torch.equal(got.out, first.out) and torch.equal(got.lse, first.lse)
+
+
+def test_a_graph_replays_it():
+    inputs = qkv(2, 300, 300) | {"causal": True}
+    testing.run(**inputs, **GLUON, backward=False)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = testing.run(**inputs, **GLUON, backward=False)
+    inputs["q"].copy_(draw(*inputs["q"].shape, seed=7))
+    for _ in range(3):
+        graph.replay()
+    want = testing.run(**inputs, **GLUON, backward=False)
+    assert torch.equal(got.out, want.out) and torch.equal(got.lse, want.lse)
+
+
+def test_a_side_stream():
+    inputs = qkv(2, 300, 300)
+    want = testing.run(**inputs, **GLUON, backward=False)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        got = testing.run(**inputs, **GLUON, backward=False)
+    stream.synchronize()
+    assert torch.equal(got.out, want.out)
+
+
+@pytest.mark.skipif(
+    torch.cuda.device_count() < 2, reason="one GPU: needs a second that is not the current one"
+)
+def test_a_gpu_that_is_not_the_current_one():
+    inputs = qkv(2, 300, 300)
+    want = results(inputs, causal=True, **GLUON)
+    moved = {name: x.to("cuda:1") for name, x in inputs.items()}
+    same_bits(results(moved, causal=True, **GLUON), want)
+
+
+def test_long_rows_and_many_tiles():
+    """More tiles than programs, each of many blocks."""
+    inputs = qkv(2, 4096, 4096, 8, 2, d=128) | {"causal": True}
+    got = testing.run(**inputs, **GLUON, backward=False)
+    want = testing.run(**inputs, backend="triton", backward=False)
+    torch.testing.assert_close(got.lse, want.lse, rtol=0, atol=1e-4)
+    torch.testing.assert_close(got.out, want.out, rtol=0, atol=2**-7)
