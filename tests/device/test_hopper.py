@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from kernels.gluon import test_fwd_sm90 as emulated
 
 from tilewise import testing
 from tilewise.testing import make_inputs
 
-from ..kernels.gluon import test_fwd_sm90 as emulated
 from .tools import HALF, draw, name_of, packed, qkv, results, same_bits
 
 pytestmark = pytest.mark.skipif(

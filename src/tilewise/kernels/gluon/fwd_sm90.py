@@ -21,7 +21,6 @@ keys_of = twin(tiles.keys_of)
 rows_of_sequence = twin(tiles.rows_of_sequence)
 statistics_of = twin(tiles.statistics_of)
 tile_of_program = twin(tiles.tile_of_program)
-visible = twin(tiles.visible)
 scores = twin(score.scores)
 slope_of = twin(score.slope_of)
 from_natural = twin(score.from_natural)
@@ -273,7 +272,15 @@ def _hide(s, m_start, n_start, MASK):
     layout: gl.constexpr = s.type.layout
     i = m_start + gl.arange(0, s.shape[0], layout=gl.SliceLayout(1, layout))
     j = n_start + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, layout))
-    return gl.where(visible(i[:, None], j[None, :], MASK), s, NEG_INF)
+    seqlen_q, seqlen_k, window_left, window_right = MASK
+    d = i + (seqlen_k - seqlen_q)
+    last = gl.full([s.shape[0]], seqlen_k - 1, gl.int32, gl.SliceLayout(1, layout))
+    if window_right is not None:
+        last = gl.minimum(d + window_right, last)  # one comparison for both ends of the keys
+    s = gl.where(j[None, :] <= last[:, None], s, NEG_INF)
+    if window_left is not None:
+        s = gl.where(j[None, :] >= (d - window_left)[:, None], s, NEG_INF)
+    return s
 
 
 @gluon.jit
