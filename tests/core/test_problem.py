@@ -14,14 +14,14 @@ FACTS = {
     "nheads": 6, "nheads_kv": 2, "head_dim": 8, "head_dim_v": 16, "mask": MaskSpec(3, 0),
     "softmax_scale": 0.5, "softcap": 1.0, "dropout_p": 0.1,
     "features": frozenset({"causal", "gqa"}),
-    "needs_grad": True, "deterministic": True,
+    "needs_grad": True, "deterministic": True, "arch": "sm_90",
 }  # fmt: skip
 OTHER = {
     "device": "cuda", "dtype": "float16", "layout": "varlen", "batch": 3,
     "seqlen_q": 6, "seqlen_k": 8,
     "nheads": 4, "nheads_kv": 1, "head_dim": 9, "head_dim_v": 17, "mask": MaskSpec(3, 1),
     "softmax_scale": 0.25, "softcap": 2.0, "dropout_p": 0.2, "features": frozenset({"causal"}),
-    "needs_grad": False, "deterministic": False,
+    "needs_grad": False, "deterministic": False, "arch": "sm_80",
 }  # fmt: skip
 
 
