@@ -12,7 +12,7 @@ from torch import Tensor
 from ...core.config import TileConfig
 from ...core.problem import VARLEN, AttentionProblem
 from ...formats.philox import threshold
-from ...kernels import compat
+from ...kernels import compat, direct
 from .. import base
 from ..base import AttentionTensors, lse_dtype
 
@@ -44,7 +44,7 @@ class Launch:
     """One launch of a kernel, for tensors of one layout: what is worked out once.
 
     The first call goes through Triton's own launcher, which compiles; later ones hand the tensors
-    to the compiled kernel.
+    to the compiled kernel, past Triton's Python where that is possible.
 
     Args:
         kernel: the kernel.
@@ -53,13 +53,17 @@ class Launch:
         options: of the compiler.
     """
 
-    __slots__ = ("_compiled", "_descriptors", "_grid", "_kernel", "_options", "_tensors", "_values")
+    __slots__ = (
+        "_compiled", "_descriptors", "_direct", "_grid", "_kernel", "_options", "_tensors",
+        "_values",
+    )  # fmt: skip
 
     def __init__(
         self, kernel: Any, grid: int, arguments: dict[str, Any], options: dict[str, Any]
     ) -> None:
         self._kernel, self._grid, self._options = kernel, grid, options
         self._compiled: Any = None
+        self._direct: direct.Direct | None = None
         self._values: list[Any] = [arguments[name] for name in kernel.arg_names]
         self._tensors: list[tuple[int, str]] = []
         self._descriptors: list[tuple[int, str, Any]] = []
@@ -74,6 +78,10 @@ class Launch:
 
     def __call__(self, tensors: dict[str, Tensor | None]) -> None:
         """Launches with these tensors."""
+        if self._direct is not None:
+            device = torch.cuda.current_device()
+            self._direct(torch._C._cuda_getCurrentRawStream(device), tensors)
+            return
         values = self._values.copy()
         for place, name in self._tensors:
             values[place] = tensors[name]
@@ -82,7 +90,10 @@ class Launch:
         if self._compiled is not None:
             self._compiled[(self._grid, 1, 1)](*values)
         else:
-            self._compiled = self._kernel[(self._grid,)](*values, **self._options)
+            self._compiled = compiled = self._kernel[(self._grid,)](*values, **self._options)
+            if compiled is not None and direct.applies(compiled):  # None: interpreted
+                places = self._tensors, self._descriptors
+                self._direct = direct.Direct(compiled, self._grid, self._values, *places)
 
 
 class Plans:
