@@ -114,3 +114,12 @@ def any_above_1024(x, scalar, REGISTER: gl.constexpr):
         _read(REGISTER), "=r,r", [scalar], dtype=gl.int32, is_pure=False, pack=1
     )
     return x, found
+
+
+@gluon.jit
+def opaque_zero(x):
+    """0, which the compilers cannot know: added to an index of shared memory it keeps them from
+    computing descriptors once and keeping them in registers."""
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, 0;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
+    )

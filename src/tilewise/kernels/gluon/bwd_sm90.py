@@ -1,0 +1,480 @@
+"""The backward for Hopper in one pass: dK, dV and dQ from one recomputation of P."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ..triton import score, tiles
+from .ptx import bar_sync, exp2, opaque_zero
+from .softmax import NEG_INF, to_m
+from .tma import async_add, async_load, async_store, store_wait
+from .twins import twin
+
+keys_of = twin(tiles.keys_of)
+row_blocks = twin(tiles.row_blocks)
+rows_of = twin(tiles.rows_of)
+rows_of_sequence = twin(tiles.rows_of_sequence)
+tile_of_program = twin(tiles.tile_of_program)
+scores = twin(score.scores)
+slope_of = twin(score.slope_of)
+
+# TENSORS  (q, k, v, dout, lse, delta, dq, dk, dv): TMA descriptors; lse, delta and dq are the
+#          backward's own, in the orders that ``statistics`` and ``in_register_order`` say
+# BUFFERS  (q, dout, k, v, lse, delta, ds, dq): shared memory; q, dout, lse and delta are rings of
+#          two blocks of rows, k and v halves of 64 keys
+# BARRIERS (k_full, v_full, q_full, dout_full, empty, ds_full)
+# SIZES    (batch, nheads, group, seqlen_q, seqlen_k, total_q, total_k, num_n_blocks, section,
+#           window_left, window_right)
+# PACKED   (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+# TILE     (BLOCK_M, BLOCK_D, BY_MBARRIER)
+KEYS: gl.constexpr = gl.constexpr(128)
+
+
+@gluon.jit
+def _block(SIZES, PACKED, TILE: gl.constexpr):
+    """The program's block of keys: head and sequence, and the row blocks that see it."""
+    batch, _, group, seqlen_q, seqlen_k, total_q, total_k, num_n_blocks, section, left, right = SIZES
+    cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k = PACKED
+    nheads_kv = SIZES[1] // group
+    n_block, head_id = tile_of_program(
+        gl.program_id(0), num_n_blocks, batch * nheads_kv, section, False
+    )
+    batch_id = head_id // nheads_kv
+    start_q, _length_q, used_q = rows_of_sequence(
+        batch_id, cu_seqlens_q, seqused_q, seqlen_q, total_q
+    )
+    start_k, length_k, used_k = rows_of_sequence(
+        batch_id, cu_seqlens_k, seqused_k, seqlen_k, total_k
+    )
+    MASK = used_q, used_k, left, right
+    n_start = n_block * KEYS
+    m0, m1, m2, m3 = row_blocks(n_start, gl.minimum(n_start + KEYS, used_k), MASK, TILE[0])
+    if n_start + KEYS > used_k:
+        m1, m2 = m3, m3  # the end of the keys cuts every tile
+    if n_start >= used_k:
+        m3 = m0
+    return (
+        batch_id, head_id % nheads_kv, n_start, start_q.to(gl.int32), used_q,
+        start_k.to(gl.int32), length_k, used_k, m0, m1, m2, m3,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _statistics_place(batch_id, head, start_q, SIZES, PACKED):
+    """Line and first column of a head's statistics, and the columns of a line; see
+    ``tiles.padded_statistics_of``."""
+    if PACKED[0] is None:
+        return batch_id * SIZES[1] + head, 0, gl.cdiv(SIZES[3], KEYS) * KEYS
+    else:
+        columns = (SIZES[5] // KEYS + SIZES[0]) * KEYS
+        return head, (start_q // KEYS + batch_id) * KEYS, columns
+
+
+# ------------------------------------------------------------------------------- producer
+
+
+@gluon.jit
+def _produce(GIVEN, TILE: gl.constexpr):
+    """One warp: K and V once, then Q, dO and their statistics, block by block."""
+    TENSORS, BUFFERS, BARRIERS, SIZES, PACKED = GIVEN
+    BLOCK_M: gl.constexpr = TILE[0]
+    BLOCK_D: gl.constexpr = TILE[1]
+    BYTES: gl.constexpr = BLOCK_M * BLOCK_D * 2 + BLOCK_M * 4
+    k_full, v_full, q_full, dout_full, empty, _ = BARRIERS
+    (
+        batch_id, head_kv, n_start, start_q, _used_q, start_k, length_k, _used_k, m0, _m1, _m2, m3,
+    ) = _block(SIZES, PACKED, TILE)  # fmt: skip
+    if (n_start < length_k) & (m0 < m3):
+        entry_q = batch_id
+        entry_k = batch_id
+        if PACKED[0] is not None:
+            entry_q = 0
+        if PACKED[1] is not None:
+            entry_k = 0
+        blocks = (m3 - m0) // BLOCK_M
+        mbarrier.expect(k_full, KEYS * BLOCK_D * 2)
+        for w in gl.static_range(2):
+            row = start_k + n_start + w * 64
+            async_load(TENSORS[1], [entry_k, row, head_kv, 0], k_full, BUFFERS[2].index(w))
+        mbarrier.expect(v_full, KEYS * BLOCK_D * 2)
+        for w in gl.static_range(2):
+            row = start_k + n_start + w * 64
+            async_load(TENSORS[2], [entry_k, row, head_kv, 0], v_full, BUFFERS[3].index(w))
+        for it in range(0, blocks * SIZES[2]):
+            head = head_kv * SIZES[2] + it // blocks
+            m_start = m0 + it % blocks * BLOCK_M
+            line, first, _columns = _statistics_place(batch_id, head, start_q, SIZES, PACKED)
+            st = it % 2
+            mbarrier.wait(empty.index(st), it // 2 & 1 ^ 1)
+            mbarrier.expect(q_full.index(st), BYTES)
+            row = start_q + m_start
+            async_load(TENSORS[0], [entry_q, row, head, 0], q_full.index(st), BUFFERS[0].index(st))
+            async_load(TENSORS[4], [line, first + m_start], q_full.index(st), BUFFERS[4].index(st))
+            mbarrier.expect(dout_full.index(st), BYTES)
+            async_load(
+                TENSORS[3], [entry_q, row, head, 0], dout_full.index(st), BUFFERS[1].index(st)
+            )
+            async_load(
+                TENSORS[5], [line, first + m_start], dout_full.index(st), BUFFERS[5].index(st)
+            )
+
+
+# ------------------------------------------------------------------------------- consumers
+
+
+@gluon.constexpr_function
+def _statistics_layout(block_m):
+    """Each thread has runs of four values, 16 bytes; its place in a warp's quad says which."""
+    registers = [[0, 1], [0, 2]]
+    registers += [[0, 16 << i] for i in range((block_m // 16).bit_length() - 1)]
+    lanes = [[0, 4], [0, 8], [0, 0], [0, 0], [0, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, [[0, 0], [0, 0]], [], [1, block_m])
+
+
+@gluon.jit
+def statistics(buffer, BLOCK_M: gl.constexpr, layout: gl.constexpr):
+    """A statistic of each row as columns of a transposed score tile: (1, BLOCK_M) of ``layout``.
+
+    In memory they stand by 16: pair of columns, half, parity, as ``bwd_preprocess`` writes them.
+    """
+    x = buffer.load(_statistics_layout(BLOCK_M))
+    x = gl.permute(gl.reshape(x, [1, BLOCK_M // 16, 4, 2, 2]), [0, 1, 3, 2, 4])
+    return gl.convert_layout(gl.reshape(x, [1, BLOCK_M]), layout, assert_trivial=True)
+
+
+@gluon.jit
+def in_register_order(dq, WIDTH: gl.constexpr):
+    """A WGMMA accumulator (64, WIDTH) as (2 WIDTH, 32): the same registers, named so that each
+    thread has runs of 16 bytes and eight threads 128 of them; ``bwd_convert`` undoes it."""
+    x = gl.reshape(dq, [4, 2, 8, WIDTH // 8, 4, 2])  # warp, half, row, block of columns, pair, parity
+    return gl.reshape(gl.permute(x, [3, 0, 2, 4, 1, 5]), [2 * WIDTH, 32])
+
+
+@gluon.jit
+def _step(
+    x, dk, dv, st, parity, more, cut, dq_row, dq_next, m_start, n_start, BUFFERS, BARRIERS, dq_desc,
+    SCORE, MASK, MAY_CUT: gl.constexpr, CONSUMER: gl.constexpr, TILE: gl.constexpr,
+    dtype: gl.constexpr, APPROX_TANH: gl.constexpr,
+):  # fmt: skip
+    """One block of rows. x = K Q^T of it is in flight, and dQ of the block before is in shared
+    memory, to be added at dq_row."""
+    BLOCK_M: gl.constexpr = TILE[0]
+    BLOCK_D: gl.constexpr = TILE[1]
+    BY_MBARRIER: gl.constexpr = TILE[2]
+    WIDTH: gl.constexpr = BLOCK_M * BLOCK_D // 128  # of this warpgroup's share of dQ
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    q_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    a_layout: gl.constexpr = gl.DotOperandLayout(0, d_layout, 2)
+    k_s, v_s, ds_s, dq_s = BUFFERS[2], BUFFERS[3], BUFFERS[6], BUFFERS[7]
+    q_full, dout_full, empty, ds_full = BARRIERS[2], BARRIERS[3], BARRIERS[4], BARRIERS[5]
+    # bits that the loop carries: an index of `it` would be kept for each shared address
+    other = st ^ 1
+    other_parity = parity ^ st
+    q = BUFFERS[0].index(st).reshape([BLOCK_M, BLOCK_D])
+    do = BUFFERS[1].index(st).reshape([BLOCK_M, BLOCK_D])
+    zero = opaque_zero(st)
+
+    mbarrier.wait(dout_full.index(st), parity)
+    tile = gl.full([64, BLOCK_M], 0.0, gl.float32, s_layout)
+    # dP starts at -delta
+    minus_delta = statistics(BUFFERS[5].index(st), BLOCK_M, s_layout) + tile
+    lse = statistics(BUFFERS[4].index(st), BLOCK_M, s_layout)
+    x = warpgroup_mma_wait(0, deps=[x])
+    v = v_s.index(CONSUMER + zero).reshape([64, BLOCK_D])
+    dp = warpgroup_mma(v, do.permute([1, 0]), minus_delta, is_async=True)
+    i = m_start + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, s_layout))
+    j = n_start + gl.arange(0, 64, layout=gl.SliceLayout(1, s_layout))
+    s, dcap = scores(x, i[None, :], j[:, None], SCORE, MASK, False, APPROX_TANH)
+    if MAY_CUT:
+        if cut:
+            s = _hide(s, i, j, MASK)
+    p = exp2(to_m(s, SCORE) - lse)
+    pz = gl.convert_layout(p.to(dtype), a_layout, assert_trivial=True)
+    dv = warpgroup_mma(pz, do, dv, is_async=True)
+    dp = warpgroup_mma_wait(1, deps=[dp])
+    ds = (p * dp * dcap).to(dtype)
+    ds_s.index(st * 2 + CONSUMER).store(ds)
+    fence_async_shared()  # for dS, and for dQ of the block before
+    if BY_MBARRIER:
+        mbarrier.arrive(ds_full, count=1)
+        mbarrier.wait(ds_full, st)
+    else:
+        bar_sync(8, 256)
+
+    # dQ = dS K over both halves of the keys; each warpgroup half of its columns, or of its rows
+    ds0, ds1 = ds_s.index(st * 2), ds_s.index(st * 2 + 1)
+    k0 = k_s.index(zero).reshape([64, BLOCK_D])
+    k1 = k_s.index(1 + zero).reshape([64, BLOCK_D])
+    if BLOCK_M == 64:
+        k0 = k0.slice(CONSUMER * WIDTH, WIDTH, dim=1)
+        k1 = k1.slice(CONSUMER * WIDTH, WIDTH, dim=1)
+    else:
+        ds0 = ds0.slice(CONSUMER * 64, 64, dim=1)
+        ds1 = ds1.slice(CONSUMER * 64, 64, dim=1)
+    nothing = gl.full([64, WIDTH], 0.0, gl.float32, q_layout)
+    dq = warpgroup_mma(ds0.permute([1, 0]), k0, nothing, use_acc=False, is_async=True)
+    dq = warpgroup_mma(ds1.permute([1, 0]), k1, dq, is_async=True)
+    ds_a = gl.convert_layout(ds, a_layout, assert_trivial=True)
+    dk = warpgroup_mma(ds_a, q, dk, is_async=True)
+    async_add(dq_desc, [dq_row, 0], dq_s.index(CONSUMER))
+    # retires dV, whose operand P is in registers, before the next product is issued
+    dv = warpgroup_mma_wait(3, deps=[dv])
+    mbarrier.wait(q_full.index(other), other_parity, pred=more)
+    # after the last block: a product of what is left there, which nobody reads
+    k = k_s.index(CONSUMER + zero).reshape([64, BLOCK_D])
+    q_other = BUFFERS[0].index(other).reshape([BLOCK_M, BLOCK_D])
+    x = warpgroup_mma(k, q_other.permute([1, 0]), tile, use_acc=False, is_async=True)
+    dk, dq = warpgroup_mma_wait(1, deps=[dk, dq])
+    store_wait(0)
+    mbarrier.arrive(empty.index(st), count=1)
+    dq_s.index(CONSUMER).store(in_register_order(dq, WIDTH))
+    return x, dk, dv, other, other_parity, dq_next
+
+
+@gluon.jit
+def _hide(s, i, j, MASK):
+    """s of rows i (columns) and keys j (rows), -inf where the window or the keys' end hides it."""
+    layout: gl.constexpr = s.type.layout
+    seqlen_q, seqlen_k, window_left, window_right = MASK
+    d = i + (seqlen_k - seqlen_q)
+    last = gl.full([s.shape[1]], seqlen_k - 1, gl.int32, gl.SliceLayout(0, layout))
+    if window_right is not None:
+        last = gl.minimum(d + window_right, last)
+    s = gl.where(j[:, None] <= last[None, :], s, NEG_INF)
+    if window_left is not None:
+        s = gl.where(j[:, None] >= (d - window_left)[None, :], s, NEG_INF)
+    return s
+
+
+@gluon.jit
+def _consume(
+    GIVEN, OPERANDS, RESULTS, CONSUMER: gl.constexpr, TILE: gl.constexpr, APPROX_TANH: gl.constexpr
+):
+    """A warpgroup: 64 keys of the block."""
+    TENSORS, BUFFERS, BARRIERS, SIZES, PACKED = GIVEN
+    BLOCK_M: gl.constexpr = TILE[0]
+    BLOCK_D: gl.constexpr = TILE[1]
+    WIDTH: gl.constexpr = BLOCK_M * BLOCK_D // 128
+    dtype: gl.constexpr = TENSORS[0].dtype
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    softmax_scale, grad_scale, softcap, alibi_slopes, slope_strides = OPERANDS
+    dk_rows, dv_rows, dk_strides, dv_strides = RESULTS
+    k_s, v_s, dq_s = BUFFERS[2], BUFFERS[3], BUFFERS[7]
+    k_full, v_full, q_full = BARRIERS[0], BARRIERS[1], BARRIERS[2]
+    (
+        batch_id, head_kv, n_block, start_q, used_q, start_k, length_k, used_k, m0, m1, m2, m3,
+    ) = _block(SIZES, PACKED, TILE)  # fmt: skip
+    n_start = n_block + CONSUMER * 64
+    MASK = used_q, used_k, SIZES[9], SIZES[10]
+    if n_block < length_k:
+        dk = gl.full([64, BLOCK_D], 0.0, gl.float32, d_layout)
+        dv = gl.full([64, BLOCK_D], 0.0, gl.float32, d_layout)
+        blocks = (m3 - m0) // BLOCK_M
+        if m0 < m3:
+            mbarrier.wait(k_full, 0)
+            mbarrier.wait(v_full, 0)
+            mbarrier.wait(q_full.index(0), 0)
+            tile = gl.full([64, BLOCK_M], 0.0, gl.float32, s_layout)
+            k = k_s.index(CONSUMER).reshape([64, BLOCK_D])
+            q = BUFFERS[0].index(0).reshape([BLOCK_M, BLOCK_D])
+            x = warpgroup_mma(k, q.permute([1, 0]), tile, use_acc=False, is_async=True)
+            # the first step adds zeros in place of dQ of a block before
+            plain: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
+            dq_s.index(CONSUMER).store(gl.full([2 * WIDTH, 32], 0.0, gl.float32, plain))
+            st = m0 * 0
+            parity = m0 * 0
+            dq_row = _dq_row(batch_id, head_kv * SIZES[2], m0, start_q, SIZES, PACKED, CONSUMER, TILE)
+            for it in range(0, blocks * SIZES[2]):
+                head = head_kv * SIZES[2] + it // blocks
+                m_start = m0 + it % blocks * BLOCK_M
+                SCORE = (
+                    softmax_scale,
+                    softcap,
+                    None
+                    if alibi_slopes is None
+                    else slope_of(alibi_slopes, slope_strides, batch_id, head),
+                    None,
+                    None,
+                    0,
+                    0,
+                    None,
+                )
+                dq_next = _dq_row(batch_id, head, m_start, start_q, SIZES, PACKED, CONSUMER, TILE)
+                x, dk, dv, st, parity, dq_row = _step(
+                    x, dk, dv, st, parity, it + 1 < blocks * SIZES[2],
+                    (m_start < m1) | (m_start >= m2), dq_row, dq_next, m_start, n_start, BUFFERS,
+                    BARRIERS, TENSORS[6], SCORE, MASK, True, CONSUMER, TILE, dtype, APPROX_TANH,
+                )  # fmt: skip
+            fence_async_shared()
+            x, dk = warpgroup_mma_wait(0, deps=[x, dk])
+            async_add(TENSORS[6], [dq_row, 0], dq_s.index(CONSUMER))
+        dk = dk * grad_scale
+        entry_k = batch_id
+        row = n_start
+        if PACKED[1] is not None:
+            entry_k = 0
+            row = start_k + n_start
+        # dV leaves through this warpgroup's half of V, dK of K, which the other one reads too
+        whole = n_start + 64 <= length_k
+        if PACKED[1] is None:
+            _store(TENSORS[8], dv.to(dtype), v_s.index(CONSUMER), entry_k, row, head_kv, BLOCK_D)
+            bar_sync(9, 256)
+            _store(TENSORS[7], dk.to(dtype), k_s.index(CONSUMER), entry_k, row, head_kv, BLOCK_D)
+        else:
+            if whole:
+                _store(TENSORS[8], dv.to(dtype), v_s.index(CONSUMER), 0, row, head_kv, BLOCK_D)
+            else:
+                _store_rows(dv_rows, dv_strides, dv.to(dtype), n_start, start_k, length_k, head_kv,
+                            TENSORS[8].shape[3])  # fmt: skip
+            bar_sync(9, 256)
+            if whole:
+                _store(TENSORS[7], dk.to(dtype), k_s.index(CONSUMER), 0, row, head_kv, BLOCK_D)
+            else:
+                _store_rows(dk_rows, dk_strides, dk.to(dtype), n_start, start_k, length_k, head_kv,
+                            TENSORS[7].shape[3])  # fmt: skip
+        store_wait(0)
+
+
+@gluon.jit
+def _dq_row(batch_id, head, m_start, start_q, SIZES, PACKED, CONSUMER: gl.constexpr, TILE: gl.constexpr):
+    """Where a block's share of dQ begins in rows of 32."""
+    line, first, columns = _statistics_place(batch_id, head, start_q, SIZES, PACKED)
+    return (line * columns + first + m_start) * (TILE[1] // 32) + CONSUMER * (TILE[0] * TILE[1] // 64)
+
+
+@gluon.jit
+def _store(desc, x, buffer, entry, row, head, BLOCK_D: gl.constexpr):
+    buffer.reshape([64, BLOCK_D]).store(x)
+    fence_async_shared()
+    async_store(desc, [entry, row, head, 0], buffer)
+
+
+@gluon.jit
+def _store_rows(out, strides, x, n_start, start, length, head, width):
+    layout: gl.constexpr = x.type.layout
+    r = n_start + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
+    c = gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, layout))
+    row = (start + r).to(gl.int64) * strides[1]
+    pointers = out + head * strides[2] + row[:, None] + c[None, :]
+    gl.store(pointers, x, mask=(r < length)[:, None] & (c < width)[None, :])
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "batch",
+        "nheads",
+        "group",
+        "seqlen_q",
+        "seqlen_k",
+        "total_q",
+        "total_k",
+        "num_n_blocks",
+        "section",
+        "window_left",
+        "window_right",
+    ]
+)
+def flash_bwd_sm90_kernel(
+    q,
+    k,
+    v,
+    dout,
+    lse,
+    delta,
+    dq,
+    dk,
+    dv,
+    dk_rows,
+    dv_rows,
+    alibi_slopes,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    seqused_q,
+    seqused_k,
+    dk_strides,
+    dv_strides,
+    slope_strides,
+    batch,
+    nheads,
+    group,
+    seqlen_q,
+    seqlen_k,
+    total_q,
+    total_k,
+    num_n_blocks,
+    section,
+    softmax_scale,
+    grad_scale,
+    softcap,
+    window_left,
+    window_right,
+    BLOCK_M: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+    BY_MBARRIER: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr,
+    APPROX_TANH: gl.constexpr,
+):
+    """Gradients of keys and values, and of queries in float32.
+
+    Computes: dV = P^T dO, dK = grad_scale dS^T Q and dQ = dS K, with P = exp(s - lse) and
+        dS = P (dO V^T - delta), each tile recomputed once for all three.
+    Grid: flat over blocks of 128 keys, key heads and sequences; a program owns one block, 64 keys
+        for each of two warpgroups, and takes the query heads of its group and their blocks of
+        rows, which a producer warp loads by TMA.
+    Numerics: float32 accumulators; P and dS in the inputs' dtype. dQ is added to float32 memory,
+        zero before, by TMA in the order of arrival: its last bits differ from run to run.
+    Source: Shah and others 2024, "FlashAttention-3", Algorithm 3; dQ by TMA reduction as there.
+    """
+    TILE: gl.constexpr = (BLOCK_M, BLOCK_D, BY_MBARRIER)
+    ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BLOCK_M], q.dtype)
+    q_s = gl.allocate_shared_memory(q.dtype, [2, 1, BLOCK_M, 1, BLOCK_D], q.layout)
+    do_s = gl.allocate_shared_memory(q.dtype, [2, 1, BLOCK_M, 1, BLOCK_D], dout.layout)
+    k_s = gl.allocate_shared_memory(q.dtype, [2, 1, 64, 1, BLOCK_D], k.layout)
+    v_s = gl.allocate_shared_memory(q.dtype, [2, 1, 64, 1, BLOCK_D], v.layout)
+    lse_s = gl.allocate_shared_memory(gl.float32, [2, 1, BLOCK_M], lse.layout)
+    delta_s = gl.allocate_shared_memory(gl.float32, [2, 1, BLOCK_M], delta.layout)
+    ds_s = gl.allocate_shared_memory(q.dtype, [4, 64, BLOCK_M], ds_layout)
+    dq_s = gl.allocate_shared_memory(gl.float32, [2, BLOCK_M * BLOCK_D // 64, 32], dq.layout)
+    k_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    dout_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    ds_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(k_full, count=1)
+    mbarrier.init(v_full, count=1)
+    mbarrier.init(ds_full, count=2)
+    for st in gl.static_range(2):
+        mbarrier.init(q_full.index(st), count=1)
+        mbarrier.init(dout_full.index(st), count=1)
+        mbarrier.init(empty.index(st), count=2)
+    fence_async_shared()
+
+    TENSORS = q, k, v, dout, lse, delta, dq, dk, dv
+    BUFFERS = q_s, do_s, k_s, v_s, lse_s, delta_s, ds_s, dq_s
+    BARRIERS = k_full, v_full, q_full, dout_full, empty, ds_full
+    SIZES = (
+        batch, nheads, group, seqlen_q, seqlen_k, total_q, total_k, num_n_blocks, section,
+        window_left, window_right,
+    )  # fmt: skip
+    PACKED = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
+    OPERANDS = softmax_scale, grad_scale, softcap, alibi_slopes, slope_strides
+    RESULTS = dk_rows, dv_rows, dk_strides, dv_strides
+    given = TENSORS, BUFFERS, BARRIERS, SIZES, PACKED
+    gl.warp_specialize(
+        [
+            (_consume, (given, OPERANDS, RESULTS, 0, TILE, APPROX_TANH)),
+            (_consume, (given, OPERANDS, RESULTS, 1, TILE, APPROX_TANH)),
+            (_produce, (given, TILE)),
+        ],
+        [4, 1],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )
