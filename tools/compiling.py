@@ -43,6 +43,8 @@ from tilewise.tuning.keys import arch_of
 FUNCTIONS = {
     "fwd": "flash_fwd_kernel",
     "fwd_sm90": "flash_fwd_sm90_kernel",
+    "bwd_sm90": "flash_bwd_sm90_kernel",
+    "bwd_convert": "flash_bwd_convert_kernel",
     "bwd_dkdv": "flash_bwd_dkdv_kernel",
     "bwd_dq": "flash_bwd_dq_kernel",
     "bwd_dbias": "flash_bwd_dbias_kernel",
@@ -171,6 +173,8 @@ def call(kernel: str, p: AttentionProblem, t: AttentionTensors, given: Any = Non
         shape = (p.nheads, t.q.shape[0]) if p.layout == VARLEN else shape
         given = out, torch.empty(shape, dtype=torch.float32, device=t.q.device), out
     out, lse, dout = given
+    if kernel in ("bwd_sm90", "bwd_convert"):
+        return GluonBackend().bwd(p, t, out, lse, dout, None, Wanted(), "fa3")
     return backend.bwd(p, t, out, lse, dout, None, WANTED[kernel], algorithm)
 
 

@@ -61,6 +61,20 @@ def shared_descriptor(base: Any, shape: list[int], strides: list[int], block: li
     return TensorDescriptor(base, shape, strides, block, layout)
 
 
+def matrix_descriptor(
+    base: Any, shape: list[int], strides: list[int], block: list[int], swizzled: bool
+) -> Any:
+    """Gluon's, of a float32 matrix whose tiles only threads read and write."""
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    if swizzled:
+        layout = gl.NVMMASharedLayout.get_default_for(block, gl.float32)
+    else:
+        layout = gl.NVMMASharedLayout(0, 32, 2)
+    return TensorDescriptor(base, shape, strides, block, layout)
+
+
 def descriptor_of(template: Any, base: Any) -> Any:
     """``template`` for another tensor of the same layout; copy.copy takes ten times as long."""
     descriptor = object.__new__(type(template))

@@ -1,18 +1,28 @@
 """The Gluon backend's calls, on CPU tensors, through ``emulator``."""
 
 import pytest
+import torch
+from triton.experimental.gluon._runtime import GluonJITFunction
 
 from tilewise import testing
 from tilewise.arguments import Options, Packing, dense_call, packed_call
-from tilewise.backends.gluon import fwd
+from tilewise.backends import reference
+from tilewise.backends.base import Wanted
+from tilewise.backends.gluon import bwd, fwd
 from tilewise.backends.triton import launch
 from tilewise.ops.schema import describe
+from tilewise.testing.oracle import cotangents
 
 from . import emulator
 
+_interpreted = launch.Launch.__call__
+
 
 def _launch(self, tensors):
-    """In place of ``Launch.__call__``."""
+    """In place of ``Launch.__call__``: Triton's kernels are interpreted."""
+    if not isinstance(self._kernel, GluonJITFunction):
+        _interpreted(self, tensors)
+        return
     values = self._values.copy()
     for place, name in self._tensors:
         values[place] = tensors[name]
@@ -29,17 +39,44 @@ def forward(monkeypatch):
     monkeypatch.setattr(fwd, "_multiprocessors", lambda index: 3)
 
     def call(q, k, v, **arguments):
-        packing = {n: arguments.pop(n) for n in Packing._fields if n in arguments}
-        options = Options(**arguments)
-        if packing:
-            tensors, scalars = packed_call(q, k, v, Packing(**packing), options)
-        else:
-            tensors, scalars = dense_call(q, k, v, options)
+        tensors, scalars = _operands(q, k, v, arguments)
         with testing.poisoned_memory():
             out, lse = fwd.fwd(describe(tensors, scalars, needs_grad=False), tensors)
         return testing.Results(out, lse)
 
     return call
+
+
+def _operands(q, k, v, arguments):
+    arguments = dict(arguments)
+    packing = {n: arguments.pop(n) for n in Packing._fields if n in arguments}
+    if packing:
+        return packed_call(q, k, v, Packing(**packing), Options(**arguments))
+    return dense_call(q, k, v, Options(**arguments))
+
+
+@pytest.fixture
+def assert_gradients_agree(monkeypatch):
+    """Holds the emulated backward, after the reference's forward, against the oracle."""
+    monkeypatch.setattr(launch.Launch, "__call__", _launch)
+
+    def check(inputs):
+        q = inputs["q"]
+        arguments = {n: x for n, x in inputs.items() if n not in "qkv"}
+        tensors, scalars = _operands(q, inputs["k"], inputs["v"], arguments)
+        problem = describe(tensors, scalars, needs_grad=True)
+        assert bwd.takes(problem)
+        out, lse, _ = reference.attention(problem, tensors, torch.float64)
+        out, lse = out.to(q.dtype), lse.float()
+        dout, dlse = cotangents(out, lse)
+        wanted = Wanted(dsink=tensors.sink is not None)
+        with testing.poisoned_memory():
+            g = bwd.bwd(problem, tensors, out, lse, dout, dlse, wanted)
+        got = testing.Results(out, lse, g.dq, g.dk, g.dv, None, g.dsink)
+        testing.assert_within(got, testing.oracle(**inputs), testing.plain(**inputs), q.dtype)
+        return got
+
+    return check
 
 
 @pytest.fixture

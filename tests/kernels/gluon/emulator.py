@@ -13,6 +13,7 @@ from __future__ import annotations
 import builtins
 import operator
 import threading
+from collections import defaultdict
 from functools import reduce as fold
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
@@ -114,6 +115,30 @@ class Barrier:
             assert came, "a wait for what does not come"
 
 
+class Named:
+    """A named barrier: it opens when so many threads have come, some of whom do not wait."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.came = self.opened = 0
+
+    def arrive(self, threads: int) -> int:
+        with self.changed:
+            turn = self.opened
+            self.came += 128
+            if self.came == threads:
+                self.came = 0
+                self.opened += 1
+                self.changed.notify_all()
+            return turn
+
+    def sync(self, threads: int) -> None:
+        turn = self.arrive(threads)
+        with self.changed:
+            opened = self.changed.wait_for(lambda: self.opened > turn, PATIENCE)
+            assert opened, "a named barrier that stays shut"
+
+
 class Barriers:
     """Mbarriers in shared memory: one, or as many as its shape says."""
 
@@ -180,6 +205,11 @@ def _async_load(desc: Descriptor, at: Any, barrier: Any, into: Shared) -> None:
     _one(barrier).update(0, -block.numel() * block.element_size())
 
 
+def _async_add(desc: Descriptor, at: Any, source: Shared) -> None:
+    part, where = desc.part(at)
+    part += source.x.view(desc.block)[where]
+
+
 def _async_store(desc: Descriptor, at: Any, source: Shared) -> None:
     part, where = desc.part(at)
     part.copy_(source.x.view(desc.block)[where])
@@ -196,7 +226,10 @@ class _Pending:
     def done(self) -> Tile:
         a = self.a.x if isinstance(self.a, Shared) else self.a
         product = a.float() @ self.b.x.float()
-        return tile(product + self.acc if self.use_acc else product)
+        if not self.use_acc:
+            return tile(product)
+        acc = self.acc.done() if isinstance(self.acc, _Pending) else self.acc
+        return tile(product + acc)
 
 
 def _warpgroup_mma(
@@ -206,7 +239,7 @@ def _warpgroup_mma(
 
 
 def _warpgroup_mma_wait(num_outstanding: int = 0, deps: Any = None) -> Any:
-    found = [x.done() for x in deps]
+    found = [x.done() if isinstance(x, _Pending) else x for x in deps]
     return found[0] if len(found) == 1 else tuple(found)
 
 
@@ -338,6 +371,9 @@ def _language(program: int, programs: int, lock: Any) -> SimpleNamespace:
         SliceLayout=layout,
         BlockedLayout=layout,
         SwizzledSharedLayout=layout,
+        DistributedLinearLayout=layout,
+        NVMMASharedLayout=SimpleNamespace(get_default_for=layout),
+        named=defaultdict(Named),
     )
 
 
@@ -373,14 +409,14 @@ _ASM = {
     "rescale": _rescale,
     "any_above_1024": _any_above_1024,
     "block_boundary": lambda length: None,
-    "bar_sync": lambda barrier, threads: None,
-    "bar_arrive": lambda barrier, threads: None,
+    "opaque_zero": lambda x: 0,
     "_tanh": _tanh,
 }
 _HOPPER = {
     "mbarrier": _mbarrier,
     "async_load": _async_load,
     "async_store": _async_store,
+    "async_add": _async_add,
     "store_wait": lambda pendings: None,
     "fence_async_shared": lambda: None,
     "warpgroup_mma": _warpgroup_mma,
@@ -400,6 +436,10 @@ class _Python:
         source = jitted.fn
         if source.__name__ in _ASM:
             return _ASM[source.__name__]
+        if source.__name__ == "bar_sync":
+            return lambda barrier, threads: self.language.named[barrier].sync(threads)
+        if source.__name__ == "bar_arrive":
+            return lambda barrier, threads: self.language.named[barrier].arrive(threads)
         if source not in self.functions:
             self.functions[source] = FunctionType(
                 source.__code__,

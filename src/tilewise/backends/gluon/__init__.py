@@ -1,7 +1,7 @@
 """FlashAttention-3 for Hopper, in Gluon.
 
-The forward is this backend's own; the backward is the Triton backend's, which reads the same out
-and lse. Nothing here imports triton until a call is taken.
+The backward of what ``bwd.takes`` names is this backend's own, the rest the Triton backend's, which
+reads the same out and lse. Nothing here imports triton until a call is taken.
 """
 
 from __future__ import annotations
@@ -72,4 +72,11 @@ class GluonBackend:
         algorithm: str,
     ) -> Gradients:
         """See ``Backend.bwd``."""
-        return self._triton.bwd(problem, tensors, out, lse, dout, dlse, wanted, "fa2")
+        import torch
+
+        from .bwd import bwd, takes
+
+        if not takes(problem):
+            return self._triton.bwd(problem, tensors, out, lse, dout, dlse, wanted, "fa2")
+        with torch.cuda.device(tensors.q.device):
+            return bwd(problem, tensors, out, lse, dout, dlse, wanted)

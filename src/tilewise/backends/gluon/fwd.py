@@ -24,8 +24,7 @@ ROWS = 64  # of a consumer warpgroup
 def fwd(problem: AttentionProblem, tensors: AttentionTensors) -> tuple[Tensor, Tensor]:
     """out and lse; see ``Backend.fwd``."""
     p = problem
-    t = launch.with_positive_scale(p, tensors)
-    t = replace(t, **{name: _for_tma(getattr(t, name)) for name in ("q", "k", "v")})
+    t = for_tma(launch.with_positive_scale(p, tensors))
     out, lse = launch.outputs(p, t)
     if p.seqlen_q * p.nheads * p.batch == 0 or out.numel() == 0:
         return out.zero_(), lse
@@ -39,9 +38,10 @@ def fwd(problem: AttentionProblem, tensors: AttentionTensors) -> tuple[Tensor, T
     return out, lse
 
 
-def _for_tma(x: Tensor) -> Tensor:
-    """x, copied where its strides are none that TMA can read."""
-    return x if launch.suits_tma(x) else x.contiguous()
+def for_tma(t: AttentionTensors) -> AttentionTensors:
+    """The same call, q, k and v copied where their strides are none that TMA can read."""
+    unfit = [name for name in ("q", "k", "v") if not launch.suits_tma(getattr(t, name))]
+    return replace(t, **{name: getattr(t, name).contiguous() for name in unfit}) if unfit else t
 
 
 def _launch(p: AttentionProblem, t: AttentionTensors, out: Tensor, config: HopperConfig) -> Launch:

@@ -89,7 +89,12 @@ def statistics(p: AttentionProblem, q: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def preprocess(
-    p: AttentionProblem, t: AttentionTensors, out: Tensor, dout: Tensor, dlse: Tensor | None
+    p: AttentionProblem,
+    t: AttentionTensors,
+    out: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    for_wgmma: bool = False,
 ) -> list[Launch]:
     """Writes the statistics."""
     num_m_blocks = -(-p.seqlen_q // STATISTICS_BLOCK)
@@ -114,6 +119,7 @@ def preprocess(
         "HEAD_DIM_V": p.head_dim_v,
         "BLOCK_DV": launch.power_of_two(p.head_dim_v),
         "NATURAL": launch.natural(p),
+        "FOR_WGMMA": for_wgmma,
     }
     options = compat.launch_options(num_warps=4 if p.head_dim_v <= 128 else 8, num_stages=1)
     return [Launch(flash_bwd_preprocess_kernel, grid, arguments, options)]

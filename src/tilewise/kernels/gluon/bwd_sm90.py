@@ -38,7 +38,9 @@ KEYS: gl.constexpr = gl.constexpr(128)
 @gluon.jit
 def _block(SIZES, PACKED, TILE: gl.constexpr):
     """The program's block of keys: head and sequence, and the row blocks that see it."""
-    batch, _, group, seqlen_q, seqlen_k, total_q, total_k, num_n_blocks, section, left, right = SIZES
+    batch, _, group, seqlen_q, seqlen_k, total_q, total_k, num_n_blocks, section, left, right = (
+        SIZES
+    )
     cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k = PACKED
     nheads_kv = SIZES[1] // group
     n_block, head_id = tile_of_program(
@@ -151,7 +153,9 @@ def statistics(buffer, BLOCK_M: gl.constexpr, layout: gl.constexpr):
 def in_register_order(dq, WIDTH: gl.constexpr):
     """A WGMMA accumulator (64, WIDTH) as (2 WIDTH, 32): the same registers, named so that each
     thread has runs of 16 bytes and eight threads 128 of them; ``bwd_convert`` undoes it."""
-    x = gl.reshape(dq, [4, 2, 8, WIDTH // 8, 4, 2])  # warp, half, row, block of columns, pair, parity
+    x = gl.reshape(
+        dq, [4, 2, 8, WIDTH // 8, 4, 2]
+    )  # warp, half, row, block of columns, pair, parity
     return gl.reshape(gl.permute(x, [3, 0, 2, 4, 1, 5]), [2 * WIDTH, 32])
 
 
@@ -290,7 +294,9 @@ def _consume(
             dq_s.index(CONSUMER).store(gl.full([2 * WIDTH, 32], 0.0, gl.float32, plain))
             st = m0 * 0
             parity = m0 * 0
-            dq_row = _dq_row(batch_id, head_kv * SIZES[2], m0, start_q, SIZES, PACKED, CONSUMER, TILE)
+            dq_row = _dq_row(
+                batch_id, head_kv * SIZES[2], m0, start_q, SIZES, PACKED, CONSUMER, TILE
+            )
             for it in range(0, blocks * SIZES[2]):
                 head = head_kv * SIZES[2] + it // blocks
                 m_start = m0 + it % blocks * BLOCK_M
@@ -343,10 +349,14 @@ def _consume(
 
 
 @gluon.jit
-def _dq_row(batch_id, head, m_start, start_q, SIZES, PACKED, CONSUMER: gl.constexpr, TILE: gl.constexpr):
+def _dq_row(
+    batch_id, head, m_start, start_q, SIZES, PACKED, CONSUMER: gl.constexpr, TILE: gl.constexpr
+):
     """Where a block's share of dQ begins in rows of 32."""
     line, first, columns = _statistics_place(batch_id, head, start_q, SIZES, PACKED)
-    return (line * columns + first + m_start) * (TILE[1] // 32) + CONSUMER * (TILE[0] * TILE[1] // 64)
+    return (line * columns + first + m_start) * (TILE[1] // 32) + CONSUMER * (
+        TILE[0] * TILE[1] // 64
+    )
 
 
 @gluon.jit

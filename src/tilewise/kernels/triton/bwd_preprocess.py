@@ -37,12 +37,15 @@ def flash_bwd_preprocess_kernel(
     HEAD_DIM_V: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     NATURAL: tl.constexpr,
+    FOR_WGMMA: tl.constexpr = False,
 ):
     """The statistics of a row that the backward's loops read, in whole blocks.
 
     Computes: delta_i = sum_d dO_id O_id - dlse_i, and lse_i in base 2 (natural with NATURAL). In
         rows without keys and past the end delta is 0 and lse +inf, so that P is 0 there. With
         NATURAL what float32 leaves of lse follows as a second part, in ``last_place`` of the first.
+        FOR_WGMMA: -delta, and each 16 rows by pair, half and parity, so that a thread's are
+        adjacent.
     Grid: flat over blocks of STATISTICS_BLOCK rows, heads and sequences.
     Numerics: float32.
     Source: Dao 2023, "FlashAttention-2", Algorithm 2, line 4; dlse is ours: d lse_i / d s_ij is
@@ -77,6 +80,9 @@ def flash_bwd_preprocess_kernel(
     lse_h = padded_statistics_of(
         lse_padded, batch_id, batch, head, nheads, seqlen_q, total_q, start, cu_seqlens_q, False
     )
+    if FOR_WGMMA:
+        delta_i = -delta_i
+        offs_m = offs_m // 16 * 16 + offs_m % 8 // 2 * 4 + offs_m // 8 % 2 * 2 + offs_m % 2
     tl.store(delta_h[0] + offs_m, delta_i)
     tl.store(lse_h[0] + offs_m, high_i)
     if NATURAL:

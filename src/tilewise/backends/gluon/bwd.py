@@ -1,0 +1,147 @@
+"""Launches the backward: statistics, the one pass, dQ's last step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...core.problem import VARLEN, AttentionProblem
+from ...kernels import compat
+from ...kernels.gluon.bwd_sm90 import KEYS, flash_bwd_sm90_kernel
+from ...kernels.triton.bwd_convert import flash_bwd_convert_kernel
+from ..base import AttentionTensors, Gradients, Wanted
+from ..triton import launch
+from ..triton.bwd import given, preprocess, statistics
+from ..triton.launch import Launch, Of
+from ..triton.operands import add_operand_gradients
+from .fwd import for_tma
+
+BLOCK_N: int = KEYS.value
+
+
+def takes(p: AttentionProblem) -> bool:
+    """Whether the one pass can compute a call: heads up to 128 wide, of one width, in any order of
+    additions, all rows and keys of dense tensors seen by some key or row."""
+    left, right = p.mask.window_left, p.mask.window_right
+    return (
+        p.head_dim == p.head_dim_v
+        and p.head_dim <= 128
+        and not p.deterministic
+        and p.layout != VARLEN
+        and "dropout" not in p.features
+        and (right is None or p.seqlen_q <= p.seqlen_k + right)
+        and (left is None or p.seqlen_k <= p.seqlen_q + left)
+        and p.batch * p.nheads * p.seqlen_q * p.seqlen_k > 0
+    )
+
+
+def bwd(
+    problem: AttentionProblem,
+    tensors: AttentionTensors,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    wanted: Wanted,
+) -> Gradients:
+    """See ``Backend.bwd``; dQ, dK and dV come from one kernel, wanted or not."""
+    p = problem
+    t = for_tma(launch.with_positive_scale(p, tensors))
+    dout = dout if launch.suits_tma(dout) else dout.contiguous()
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (t.q, t.k, t.v))
+    lse_padded, delta = statistics(p, t.q)
+    block_m, block_d = (128, 64) if p.head_dim <= 64 else (64, 128)
+    dq_sum = torch.zeros(
+        delta.numel() * block_d // 32, 32, dtype=torch.float32, device=delta.device
+    )
+    call = given(t, out, lse, dout, dlse)
+    call |= {"lse_padded": lse_padded, "delta": delta, "dq_sum": dq_sum}
+    call |= {"dq": dq, "dk": dk, "dv": dv}
+
+    def make() -> list[Launch]:
+        return [
+            *preprocess(p, t, out, dout, dlse, for_wgmma=True),
+            _one_pass(p, t, call, block_m, block_d),
+            _convert(p, t, dq, block_m, block_d),
+        ]
+
+    launch.run(launch.plans.find(("gluon_bwd", p), call, make), call)
+    if p.softmax_scale < 0:
+        dq.neg_()
+    grads = Gradients(dq, dk, dv)
+    add_operand_gradients(grads, wanted, p, t, call)
+    return grads
+
+
+def _one_pass(
+    p: AttentionProblem,
+    t: AttentionTensors,
+    call: dict[str, Tensor | None],
+    block_m: int,
+    block_d: int,
+) -> Launch:
+    def rows_of(name: str, rows: int) -> Of:
+        x = call[name]
+        assert x is not None
+        return Of(name, launch.descriptor(x, rows, block_d, compat.shared_descriptor))
+
+    def flat(name: str, argument: str, block: list[int], swizzled: bool) -> Of:
+        x = call[name]
+        assert x is not None
+        shape = list(x.shape)
+        return Of(name, compat.matrix_descriptor(x, shape, [shape[1], 1], block, swizzled))
+
+    num_n_blocks = -(-p.seqlen_k // BLOCK_N)
+    dk, dv = call["dk"], call["dv"]
+    assert dk is not None and dv is not None
+    arguments: dict[str, Any] = {
+        **launch.shared_arguments(p, t),
+        "q": rows_of("q", block_m),
+        "dout": rows_of("dout", block_m),
+        **{name: rows_of(name, 64) for name in ("k", "v", "dk", "dv")},
+        "lse": flat("lse_padded", "lse", [1, block_m], False),
+        "delta": flat("delta", "delta", [1, block_m], False),
+        "dq": flat("dq_sum", "dq", [block_m * block_d // 64, 32], True),
+        "dk_rows": None,
+        "dv_rows": None,
+        "dk_strides": launch.strides(dk),
+        "dv_strides": launch.strides(dv),
+        "num_n_blocks": num_n_blocks,
+        "section": launch.section(p, p.nheads_kv),
+        "grad_scale": abs(p.softmax_scale),
+        "BLOCK_M": block_m,
+        "BLOCK_D": block_d,
+        "BY_MBARRIER": p.mask.window_right is not None,
+        "CONSUMER_REGISTERS": 240,
+        "PRODUCER_REGISTERS": 24,
+        "APPROX_TANH": launch.approx_tanh(t.q),
+    }
+    options = compat.launch_options(num_warps=4, num_stages=1, maxnreg=168)
+    grid = num_n_blocks * p.nheads_kv * p.batch
+    return Launch(flash_bwd_sm90_kernel, grid, arguments, options)
+
+
+def _convert(
+    p: AttentionProblem, t: AttentionTensors, dq: Tensor, block_m: int, block_d: int
+) -> Launch:
+    num_m_blocks = -(-p.seqlen_q // block_m)
+    arguments = {
+        "dq_sum": Of("dq_sum"),
+        "dq": Of("dq"),
+        "cu_seqlens_q": None if t.cu_seqlens_q is None else Of("cu_seqlens_q"),
+        "seqused_q": None if t.seqused_q is None else Of("seqused_q"),
+        **launch.row_strides(dq=dq),
+        "batch": p.batch,
+        "nheads": p.nheads,
+        "seqlen_q": p.seqlen_q,
+        "total_q": 0,
+        "num_m_blocks": num_m_blocks,
+        "grad_scale": abs(p.softmax_scale),
+        "HEAD_DIM": p.head_dim,
+        "BLOCK_M": block_m,
+        "BLOCK_D": block_d,
+    }
+    grid = num_m_blocks * p.nheads * p.batch
+    return Launch(flash_bwd_convert_kernel, grid, arguments, compat.launch_options(4, 1))

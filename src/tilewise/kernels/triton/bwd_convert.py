@@ -1,0 +1,64 @@
+"""The one-pass backward's last step: dQ from float32 memory to its own dtype."""
+
+import triton
+import triton.language as tl
+
+from .tiles import STATISTICS_BLOCK, clear_slack, rows_of_sequence, source, store_rows
+
+
+@triton.jit(do_not_specialize=["batch", "nheads", "seqlen_q", "total_q", "num_m_blocks"])
+def flash_bwd_convert_kernel(
+    dq_sum,
+    dq,
+    cu_seqlens_q,
+    seqused_q,
+    dq_strides,
+    batch,
+    nheads,
+    seqlen_q,
+    total_q,
+    num_m_blocks,
+    grad_scale,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Scales and rounds dQ, and puts it in order.
+
+    Computes: dQ = grad_scale dq_sum, 0 in rows that are not used.
+    Grid: flat over blocks of BLOCK_M rows, heads and sequences.
+    Numerics: one rounding.
+    Source: ours; the order is that of ``gluon.bwd_sm90.in_register_order``.
+    """
+    m_block = tl.program_id(0) % num_m_blocks
+    head = tl.program_id(0) // num_m_blocks % nheads
+    batch_id = tl.program_id(0) // num_m_blocks // nheads
+    start, length, used = rows_of_sequence(batch_id, cu_seqlens_q, seqused_q, seqlen_q, total_q)
+    clear_slack(
+        dq, dq_strides, batch_id, batch, head, m_block, num_m_blocks, cu_seqlens_q, total_q,
+        BLOCK_M, HEAD_DIM, BLOCK_D,
+    )  # fmt: skip
+    m_start = m_block * BLOCK_M
+    if m_start >= length:
+        return
+    if cu_seqlens_q is None:
+        line = batch_id * nheads + head
+        rows = tl.cdiv(seqlen_q, STATISTICS_BLOCK) * STATISTICS_BLOCK
+        first = 0
+    else:
+        line = head
+        rows = (total_q // STATISTICS_BLOCK + batch) * STATISTICS_BLOCK
+        first = ((start // STATISTICS_BLOCK + batch_id) * STATISTICS_BLOCK).to(tl.int32)
+    dQ = source(dq, dq_strides, batch_id, start, head, cu_seqlens_q, False)
+    base = dq_sum + (tl.cast(line, tl.int64) * rows + first + m_start) * BLOCK_D
+    WIDTH: tl.constexpr = BLOCK_M * BLOCK_D // 128
+    halves = tl.load(base + tl.arange(0, BLOCK_M * BLOCK_D)) * grad_scale
+    # share of a warpgroup, block of columns, warp, row, pair, half of rows, parity
+    halves = halves.reshape([2, WIDTH // 8, 4, 8, 4, 2, 2])
+    if BLOCK_M == 64:  # the shares are halves of the columns
+        tile = halves.permute([2, 5, 3, 0, 1, 4, 6])
+    else:
+        tile = halves.permute([0, 2, 5, 3, 1, 4, 6])
+    tile = tile.reshape([BLOCK_M, BLOCK_D])
+    tile = tl.where(((m_start + tl.arange(0, BLOCK_M)) < used)[:, None], tile, 0.0)
+    store_rows(dQ, m_start, length, tile, BLOCK_M, HEAD_DIM, BLOCK_D)
