@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from .test_fwd_sm90 import qkv
+from .test_fwd_sm90 import INF, NAN, packed, qkv
 
 
 @pytest.mark.parametrize("d", [64, 128])
@@ -45,3 +45,38 @@ def test_grouped_heads_and_batches(dtype, heads, assert_gradients_agree):
 )
 def test_what_changes_scores(options, d, assert_gradients_agree):
     assert_gradients_agree(qkv(140, 170, d=d) | {"causal": True} | options)
+
+
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (40, 10)}], ids=str)
+def test_packed_sequences(options, d, assert_gradients_agree):
+    bounds_q, bounds_k = [0, 1, 1, 90, 345, 360], [0, 100, 130, 130, 300, 420]
+    inputs = packed(bounds_q, bounds_k, slack=7, h=2, hk=1, d=d) | options
+    got = assert_gradients_agree(inputs)
+    assert (got.dq[360:] == 0).all() and (got.dk[420:] == 0).all() and (got.dv[420:] == 0).all()
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_used_rows(causal, assert_gradients_agree):
+    inputs = packed([0, 200, 330, 400], [0, 200, 330, 400], d=64) | {
+        "seqused_q": torch.tensor([65, 0, 70], dtype=torch.int32),
+        "seqused_k": torch.tensor([130, 5, 0], dtype=torch.int32),
+        "causal": causal,
+    }
+    assert_gradients_agree(inputs)
+
+
+@pytest.mark.parametrize("lengths", [(300, 120), (100, 330)])
+def test_rows_without_keys_and_keys_without_rows(lengths, assert_gradients_agree):
+    assert_gradients_agree(qkv(*lengths) | {"window_size": (30, 20)})
+
+
+@pytest.mark.parametrize("garbage", [NAN, INF])
+def test_what_nothing_sees_may_hold_anything(garbage, assert_gradients_agree):
+    """Rows 0 to 159 see no key."""
+    inputs = qkv(300, 140) | {"causal": True}
+    clean = assert_gradients_agree(inputs)
+    inputs["q"][:, :160] = garbage
+    dirty = assert_gradients_agree(inputs, against=clean)
+    for name in ("dq", "dk", "dv"):
+        assert torch.equal(getattr(dirty, name), getattr(clean, name)), name

@@ -22,17 +22,13 @@ BLOCK_N: int = KEYS.value
 
 
 def takes(p: AttentionProblem) -> bool:
-    """Whether the one pass can compute a call: heads up to 128 wide, of one width, in any order of
-    additions, all rows and keys of dense tensors seen by some key or row."""
-    left, right = p.mask.window_left, p.mask.window_right
+    """Whether the one pass can compute a call: heads up to 128 wide, of one width, without dropout,
+    in any order of additions."""
     return (
         p.head_dim == p.head_dim_v
         and p.head_dim <= 128
         and not p.deterministic
-        and p.layout != VARLEN
         and "dropout" not in p.features
-        and (right is None or p.seqlen_q <= p.seqlen_k + right)
-        and (left is None or p.seqlen_k <= p.seqlen_q + left)
         and p.batch * p.nheads * p.seqlen_q * p.seqlen_k > 0
     )
 
@@ -104,8 +100,8 @@ def _one_pass(
         "lse": flat("lse_padded", "lse", [1, block_m], False),
         "delta": flat("delta", "delta", [1, block_m], False),
         "dq": flat("dq_sum", "dq", [block_m * block_d // 64, 32], True),
-        "dk_rows": None,
-        "dv_rows": None,
+        "dk_rows": Of("dk") if p.layout == VARLEN else None,
+        "dv_rows": Of("dv") if p.layout == VARLEN else None,
         "dk_strides": launch.strides(dk),
         "dv_strides": launch.strides(dv),
         "num_n_blocks": num_n_blocks,
@@ -136,7 +132,7 @@ def _convert(
         "batch": p.batch,
         "nheads": p.nheads,
         "seqlen_q": p.seqlen_q,
-        "total_q": 0,
+        "total_q": t.q.shape[0] if p.layout == VARLEN else 0,
         "num_m_blocks": num_m_blocks,
         "grad_scale": abs(p.softmax_scale),
         "HEAD_DIM": p.head_dim,

@@ -11,6 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..triton import score, tiles
 from .ptx import bar_sync, exp2, opaque_zero
+from .rows import clear_slack, load_clear
 from .softmax import NEG_INF, to_m
 from .tma import async_add, async_load, async_store, store_wait
 from .twins import twin
@@ -27,7 +28,7 @@ slope_of = twin(score.slope_of)
 #          backward's own, in the orders that ``statistics`` and ``in_register_order`` say
 # BUFFERS  (q, dout, k, v, lse, delta, ds, dq): shared memory; q, dout, lse and delta are rings of
 #          two blocks of rows, k and v halves of 64 keys
-# BARRIERS (k_full, v_full, q_full, dout_full, empty, ds_full)
+# BARRIERS (k_full, v_full, q_full, dout_full, empty, ds_full, clear)
 # SIZES    (batch, nheads, group, seqlen_q, seqlen_k, total_q, total_k, num_n_blocks, section,
 #           window_left, window_right)
 # PACKED   (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
@@ -86,10 +87,10 @@ def _produce(GIVEN, TILE: gl.constexpr):
     TENSORS, BUFFERS, BARRIERS, SIZES, PACKED = GIVEN
     BLOCK_M: gl.constexpr = TILE[0]
     BLOCK_D: gl.constexpr = TILE[1]
-    BYTES: gl.constexpr = BLOCK_M * BLOCK_D * 2 + BLOCK_M * 4
-    k_full, v_full, q_full, dout_full, empty, _ = BARRIERS
+    k_full, v_full, q_full, dout_full, empty = BARRIERS[0:5]
+    clear = BARRIERS[6]
     (
-        batch_id, head_kv, n_start, start_q, _used_q, start_k, length_k, _used_k, m0, _m1, _m2, m3,
+        batch_id, head_kv, n_start, start_q, used_q, start_k, length_k, used_k, m0, _m1, _m2, m3,
     ) = _block(SIZES, PACKED, TILE)  # fmt: skip
     if (n_start < length_k) & (m0 < m3):
         entry_q = batch_id
@@ -99,31 +100,96 @@ def _produce(GIVEN, TILE: gl.constexpr):
         if PACKED[1] is not None:
             entry_k = 0
         blocks = (m3 - m0) // BLOCK_M
-        mbarrier.expect(k_full, KEYS * BLOCK_D * 2)
-        for w in gl.static_range(2):
-            row = start_k + n_start + w * 64
-            async_load(TENSORS[1], [entry_k, row, head_kv, 0], k_full, BUFFERS[2].index(w))
-        mbarrier.expect(v_full, KEYS * BLOCK_D * 2)
-        for w in gl.static_range(2):
-            row = start_k + n_start + w * 64
-            async_load(TENSORS[2], [entry_k, row, head_kv, 0], v_full, BUFFERS[3].index(w))
+        MASK = used_q, used_k, SIZES[9], SIZES[10]
+        MAY_CLEAR: gl.constexpr = (
+            PACKED[0] is not None
+            or PACKED[2] is not None
+            or (PACKED[3] is not None or SIZES[9] is not None or SIZES[10] is not None)
+        )
+        first_k, stop_k = keys_of(0, used_q, MASK)
+        first_q, stop_q = rows_of(0, used_k, MASK)
+        if PACKED[1] is None and PACKED[3] is None:  # past a dense tensor's end TMA fills with 0
+            stop_k = gl.maximum(stop_k, n_start + KEYS)
+        if PACKED[0] is None and PACKED[2] is None:
+            stop_q = gl.maximum(stop_q, m3)
+        cleared = 0
+        cleared = _load_keys(
+            TENSORS[1], entry_k, start_k, head_kv, n_start, BUFFERS[2], k_full, clear, cleared,
+            first_k, stop_k, MAY_CLEAR, BLOCK_D,
+        )  # fmt: skip
+        cleared = _load_keys(
+            TENSORS[2], entry_k, start_k, head_kv, n_start, BUFFERS[3], v_full, clear, cleared,
+            first_k, stop_k, MAY_CLEAR, BLOCK_D,
+        )  # fmt: skip
         for it in range(0, blocks * SIZES[2]):
             head = head_kv * SIZES[2] + it // blocks
             m_start = m0 + it % blocks * BLOCK_M
             line, first, _columns = _statistics_place(batch_id, head, start_q, SIZES, PACKED)
             st = it % 2
             mbarrier.wait(empty.index(st), it // 2 & 1 ^ 1)
-            mbarrier.expect(q_full.index(st), BYTES)
-            row = start_q + m_start
-            async_load(TENSORS[0], [entry_q, row, head, 0], q_full.index(st), BUFFERS[0].index(st))
-            async_load(TENSORS[4], [line, first + m_start], q_full.index(st), BUFFERS[4].index(st))
-            mbarrier.expect(dout_full.index(st), BYTES)
-            async_load(
-                TENSORS[3], [entry_q, row, head, 0], dout_full.index(st), BUFFERS[1].index(st)
-            )
-            async_load(
-                TENSORS[5], [line, first + m_start], dout_full.index(st), BUFFERS[5].index(st)
-            )
+            cleared = _load_rows(
+                TENSORS[0], TENSORS[4], entry_q, start_q, head, m_start, line, first,
+                BUFFERS[0].index(st), BUFFERS[4].index(st), q_full.index(st), clear, cleared,
+                first_q, stop_q, MAY_CLEAR, BLOCK_M, BLOCK_D,
+            )  # fmt: skip
+            cleared = _load_rows(
+                TENSORS[3], TENSORS[5], entry_q, start_q, head, m_start, line, first,
+                BUFFERS[1].index(st), BUFFERS[5].index(st), dout_full.index(st), clear, cleared,
+                first_q, stop_q, MAY_CLEAR, BLOCK_M, BLOCK_D,
+            )  # fmt: skip
+
+
+@gluon.jit
+def _load_keys(
+    desc, entry, start, head, n_start, halves, full, clear, cleared, first, stop,
+    MAY_CLEAR: gl.constexpr, BLOCK_D: gl.constexpr,
+):  # fmt: skip
+    """K or V of the block. Keys that no row sees may hold anything, and 0 times NaN is NaN."""
+    if MAY_CLEAR:
+        whole = (n_start >= first) & (n_start + KEYS <= stop)
+    else:
+        whole: gl.constexpr = True
+    if whole:
+        mbarrier.expect(full, KEYS * BLOCK_D * 2)
+        for w in gl.static_range(2):
+            row = start + n_start + w * 64
+            async_load(desc, [entry, row, head, 0], full, halves.index(w))
+    elif MAY_CLEAR:
+        for w in gl.static_range(2):
+            row = start + n_start + w * 64
+            load_clear(
+                desc, entry, row, head, halves.index(w), clear, cleared + w, n_start + w * 64,
+                first, stop, 64, BLOCK_D,
+            )  # fmt: skip
+        mbarrier.arrive(full, count=1)
+        cleared += 2
+    return cleared
+
+
+@gluon.jit
+def _load_rows(
+    desc, desc_statistic, entry, start, head, m_start, line, first_column, into, into_statistic,
+    full, clear, cleared, first, stop, MAY_CLEAR: gl.constexpr, BLOCK_M: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+):  # fmt: skip
+    """A block of Q or dO with its statistic. Rows that see no key may hold anything, too."""
+    if MAY_CLEAR:
+        whole = (m_start >= first) & (m_start + BLOCK_M <= stop)
+    else:
+        whole: gl.constexpr = True
+    if whole:
+        mbarrier.expect(full, BLOCK_M * BLOCK_D * 2 + BLOCK_M * 4)
+        async_load(desc, [entry, start + m_start, head, 0], full, into)
+        async_load(desc_statistic, [line, first_column + m_start], full, into_statistic)
+    elif MAY_CLEAR:
+        load_clear(
+            desc, entry, start + m_start, head, into, clear, cleared, m_start, first, stop, BLOCK_M,
+            BLOCK_D,
+        )  # fmt: skip
+        mbarrier.expect(full, BLOCK_M * 4)
+        async_load(desc_statistic, [line, first_column + m_start], full, into_statistic)
+        cleared += 1
+    return cleared
 
 
 # ------------------------------------------------------------------------------- consumers
@@ -459,6 +525,8 @@ def flash_bwd_sm90_kernel(
     dout_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     ds_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    clear = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(clear, count=1)
     mbarrier.init(k_full, count=1)
     mbarrier.init(v_full, count=1)
     mbarrier.init(ds_full, count=2)
@@ -468,9 +536,14 @@ def flash_bwd_sm90_kernel(
         mbarrier.init(empty.index(st), count=2)
     fence_async_shared()
 
+    if cu_seqlens_k is not None:
+        nheads_kv = nheads // group
+        clear_slack(dk_rows, dk_strides, cu_seqlens_k, batch, total_k, nheads_kv, dk_strides[2])
+        clear_slack(dv_rows, dv_strides, cu_seqlens_k, batch, total_k, nheads_kv, dv_strides[2])
+
     TENSORS = q, k, v, dout, lse, delta, dq, dk, dv
     BUFFERS = q_s, do_s, k_s, v_s, lse_s, delta_s, ds_s, dq_s
-    BARRIERS = k_full, v_full, q_full, dout_full, empty, ds_full
+    BARRIERS = k_full, v_full, q_full, dout_full, empty, ds_full, clear
     SIZES = (
         batch, nheads, group, seqlen_q, seqlen_k, total_q, total_k, num_n_blocks, section,
         window_left, window_right,

@@ -12,6 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ..triton import score, tiles
 from .dropout import drop_tile
 from .ptx import bar_arrive, bar_sync, block_boundary, exp2, rescale
+from .rows import clear_slack, load_clear
 from .softmax import NEG_INF, first_softmax, softmax
 from .tma import async_load, async_store, store_wait
 from .twins import twin
@@ -78,19 +79,6 @@ def _load(desc, batch_id, row, head, full, ring, st, BYTES: gl.constexpr):
 
 
 @gluon.jit
-def _clear_rows(tile, n_start, first, stop, BLOCK_N: gl.constexpr, BLOCK_DV: gl.constexpr):
-    """Zeroes the rows of a tile in shared memory that lie outside of keys [first, stop)."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
-    for r in gl.static_range(0, BLOCK_N, 16):
-        n = n_start + r
-        if (n < first) | (n + 16 > stop):
-            rows = tile.slice(r, 16, dim=0)
-            j = n + gl.arange(0, 16, layout=gl.SliceLayout(1, layout))
-            inside = (j >= first) & (j < stop)
-            rows.store(gl.where(inside[:, None], rows.load(layout), 0.0))
-
-
-@gluon.jit
 def _load_values(
     TENSORS, BUFFERS, BARRIERS, batch_id, head, start_k, n_start, it, cleared, first, stop,
     MAY_CLEAR: gl.constexpr, TILE: gl.constexpr,
@@ -105,14 +93,10 @@ def _load_values(
     mbarrier.wait(v_empty.index(st), parity ^ 1)
     if MAY_CLEAR:
         if (n_start < first) | (n_start + BLOCK_N > stop):
-            mbarrier.expect(v_clear, BYTES)
-            async_load(
-                TENSORS[2], [batch_id, start_k + n_start, head, 0], v_clear, BUFFERS[2].index(st)
-            )
-            mbarrier.wait(v_clear, cleared & 1)
-            tile = BUFFERS[2].index(st).reshape([BLOCK_N, BLOCK_DV])
-            _clear_rows(tile, n_start, first, stop, BLOCK_N, BLOCK_DV)
-            fence_async_shared()
+            load_clear(
+                TENSORS[2], batch_id, start_k + n_start, head, BUFFERS[2].index(st), v_clear,
+                cleared, n_start, first, stop, BLOCK_N, BLOCK_DV,
+            )  # fmt: skip
             mbarrier.arrive(v_full.index(st), count=1)
             cleared += 1
         else:
@@ -488,19 +472,6 @@ def _store_tile(TENSORS, BUFFERS, o, entry, row, head, CONSUMER: gl.constexpr, T
     async_store(TENSORS[3], [entry, row, head, 0], staged)
 
 
-@gluon.jit
-def _clear_slack(out, out_strides, cu_seqlens, batch, total, HEADS, WIDTH):
-    """Zeroes the rows past the last packed sequence, shared out among the programs."""
-    end = gl.load(cu_seqlens + batch).to(gl.int64)
-    end = gl.minimum(gl.maximum(end, 0), total)
-    layout: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
-    for row in range(end + gl.program_id(0), total, gl.num_programs(0)):
-        for c in range(0, HEADS * WIDTH, 1024):
-            column = c + gl.arange(0, 1024, layout=layout)
-            nothing = gl.zeros([1024], out.dtype.element_ty, layout)
-            gl.store(out + row * out_strides[1] + column, nothing, mask=column < HEADS * WIDTH)
-
-
 @gluon.jit(
     do_not_specialize=[
         "batch",
@@ -609,7 +580,7 @@ def flash_fwd_sm90_kernel(
     mbarrier.init(tile_empty, count=CONSUMERS)
     fence_async_shared()
     if cu_seqlens_q is not None:
-        _clear_slack(out_rows, out_strides, cu_seqlens_q, batch, total_q, nheads, out_strides[2])
+        clear_slack(out_rows, out_strides, cu_seqlens_q, batch, total_q, nheads, out_strides[2])
 
     TENSORS = q, k, v, out
     BUFFERS = q_s, k_s, v_s, o_s, tile_s
