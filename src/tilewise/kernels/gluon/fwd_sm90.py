@@ -394,7 +394,9 @@ def _consume(
         x = warpgroup_mma_wait(0, deps=[x])
         mbarrier.arrive(k_empty.index(st), count=1)
         n_start = n3 - BLOCK_N
-        s = _hide(_scores(x, m_start, n_start, SCORE, MASK, APPROX_TANH), m_start, n_start, MASK)
+        s = _scores(x, m_start, n_start, SCORE, MASK, APPROX_TANH)
+        if (n_start < n1) | (n_start >= n2):
+            s = _hide(s, m_start, n_start, MASK)
         p32, m_i, l_i = first_softmax(s, SCORE, BLOCK_N, rows)
         if seed is not None:
             p32 = drop_tile(p32, DROPOUT, m_start, n_start)
@@ -440,7 +442,7 @@ def _consume(
         gone = gl.convert_layout(dead, o_rows)
         o = warpgroup_mma_wait(0, deps=[o])
         mbarrier.arrive(v_empty.index(st), count=1)
-        o = gl.where(gone[:, None], 0.0, o * factor[:, None]).to(dtype)
+        o = (gl.where(gone[:, None], 0.0, o) * factor[:, None]).to(dtype)
 
         # O by TMA, which stops at a dense tensor's end; a packed sequence's last rows by pointers
         if PACKED[0] is None:
