@@ -1,6 +1,7 @@
 """Ranges of tiles against ``core.mask``, programs, rows of sequences, loading and storing."""
 
 import random
+from itertools import pairwise
 
 import pytest
 import torch
@@ -115,23 +116,28 @@ def test_visible_is_the_definition(window, lengths):
 
 
 @triton.jit
-def programs_kernel(out, blocks, heads, section, LAST: tl.constexpr):
-    block, head = tile_of_program(tl.program_id(0), blocks, heads, section, LAST)
+def programs_kernel(out, blocks, heads, section, sectioned, LAST: tl.constexpr):
+    block, head = tile_of_program(tl.program_id(0), blocks, heads, section, LAST, sectioned)
     tl.store(out + tl.program_id(0) * 2, block)
     tl.store(out + tl.program_id(0) * 2 + 1, head)
 
 
 @pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("sectioned", [None, 0, 1, 2])
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (3, 7, 1), (4, 6, 4), (5, 6, 6), (2, 5, 3)], ids=str)
-def test_programs_meet_each_tile_once_and_long_ones_first_in_a_section(sizes, last):
+def test_programs_meet_each_tile_once_and_long_ones_first_in_a_section(sizes, sectioned, last):
     blocks, heads, section = sizes
+    alone = None if sectioned is None else min(sectioned, heads // section) * section
     out = torch.full((blocks * heads, 2), -1, dtype=torch.int32)
-    programs_kernel[(blocks * heads,)](out, blocks, heads, section, last)
+    programs_kernel[(blocks * heads,)](out, blocks, heads, section, alone, last)
     found = [tuple(x) for x in out.tolist()]
     assert sorted(found) == [(b, h) for b in range(blocks) for h in range(heads)]
-    for first in range(0, heads, section):
-        own = [b for b, h in found if first <= h < first + section]
+    starts = list(range(0, heads if alone is None else alone, section))
+    starts += [heads] if alone is None else [alone, heads]
+    for first, stop in pairwise(starts):
+        own = [b for b, h in found if first <= h < stop]
         assert own == sorted(own, reverse=last)
+        assert {h for _, h in found[first * blocks : stop * blocks]} == set(range(first, stop))
 
 
 @triton.jit

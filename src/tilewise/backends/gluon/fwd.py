@@ -50,6 +50,8 @@ def _launch(p: AttentionProblem, t: AttentionTensors, out: Tensor, config: Hoppe
     num_tiles = num_m_blocks * p.nheads * p.batch
     block_d, block_dv = widths(p)
     packed = p.layout == VARLEN
+    programs = min(num_tiles, _multiprocessors(out.device.index))
+    section, sectioned = order(p, num_m_blocks, programs)
     shared = launch.shared_arguments(p, t)
     arguments: dict[str, Any] = {
         **shared,
@@ -64,7 +66,8 @@ def _launch(p: AttentionProblem, t: AttentionTensors, out: Tensor, config: Hoppe
         "out_strides": launch.strides(out),
         "num_m_blocks": num_m_blocks,
         "num_tiles": num_tiles,
-        "section": launch.section(p, p.nheads),
+        "section": section,
+        "sectioned": sectioned,
         "BLOCK_D": block_d,
         "BLOCK_DV": block_dv,
         "BLOCK_N": c.BLOCK_N,
@@ -78,9 +81,23 @@ def _launch(p: AttentionProblem, t: AttentionTensors, out: Tensor, config: Hoppe
         "PRODUCER_REGISTERS": c.producer_registers,
         "APPROX_TANH": launch.approx_tanh(t.q),
     }
-    grid = min(num_tiles, _multiprocessors(out.device.index))
     options = compat.launch_options(num_warps=4, num_stages=1, maxnreg=c.maxnreg)
-    return Launch(flash_fwd_sm90_kernel, grid, arguments, options)
+    return Launch(flash_fwd_sm90_kernel, programs, arguments, options)
+
+
+def order(p: AttentionProblem, num_m_blocks: int, programs: int) -> tuple[int, int]:
+    """Heads of a section, and heads that go in sections, as ``tile_of_program`` has it.
+
+    Programs reach into the section after their own, so that two have to fit in the L2 cache. The
+    last heads are one section, so many that the longest of its tiles, which start first, take no
+    more time than all of them: with tiles that grow evenly, two for each program.
+    """
+    heads = p.nheads * p.batch
+    if p.mask.window_right is None:
+        return 1, heads  # equal tiles: one head at a time shares most
+    section = max(1, launch.section(p, p.nheads) // 2)
+    together = -(-2 * programs // num_m_blocks)
+    return section, max(0, heads - together) // section * section
 
 
 def _of(name: str, x: Tensor, rows: int, width: int) -> Of:

@@ -32,7 +32,7 @@ to_lse = twin(score.to_lse)
 # BUFFERS  (q, k, v, o, tile): shared memory; K and V are rings of STAGES tiles
 # BARRIERS (q_full, q_empty, k_full, k_empty, v_full, v_empty, v_clear, tile_full, tile_empty)
 # SIZES    (batch, nheads, group, seqlen_q, seqlen_k, total_q, total_k, num_m_blocks, section,
-#           window_left, window_right)
+#           window_left, window_right, sectioned)
 # PACKED   (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
 # TILE     (CONSUMERS, BLOCK_N, BLOCK_D, BLOCK_DV, STAGES, PINGPONG, DYNAMIC, SHARED_OUT,
 #           ONE_MASKED)
@@ -41,10 +41,12 @@ to_lse = twin(score.to_lse)
 @gluon.jit
 def _tile(tile, SIZES, PACKED, BLOCK_M: gl.constexpr):
     """What tile number ``tile`` is: batch_id, head, m_start; rows and keys of its sequence."""
-    batch, nheads, _, seqlen_q, seqlen_k, total_q, total_k, num_m_blocks, section, _, _ = SIZES
+    batch, nheads, _, seqlen_q, seqlen_k, total_q, total_k, num_m_blocks, section = SIZES[0:9]
     cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k = PACKED
     LONGEST_LAST: gl.constexpr = SIZES[10] is not None
-    m_block, head_id = tile_of_program(tile, num_m_blocks, batch * nheads, section, LONGEST_LAST)
+    m_block, head_id = tile_of_program(
+        tile, num_m_blocks, batch * nheads, section, LONGEST_LAST, SIZES[11]
+    )
     batch_id = head_id // nheads
     start_q, length_q, used_q = rows_of_sequence(
         batch_id, cu_seqlens_q, seqused_q, seqlen_q, total_q
@@ -486,6 +488,7 @@ def _store_tile(TENSORS, BUFFERS, o, entry, row, head, CONSUMER: gl.constexpr, T
         "num_m_blocks",
         "num_tiles",
         "section",
+        "sectioned",
         "window_left",
         "window_right",
         "dropout_threshold",
@@ -518,6 +521,7 @@ def flash_fwd_sm90_kernel(
     num_m_blocks,
     num_tiles,
     section,
+    sectioned,
     softmax_scale,
     softcap,
     window_left,
@@ -591,7 +595,7 @@ def flash_fwd_sm90_kernel(
     )  # fmt: skip
     SIZES = (
         batch, nheads, group, seqlen_q, seqlen_k, total_q, total_k, num_m_blocks, section,
-        window_left, window_right,
+        window_left, window_right, sectioned,
     )  # fmt: skip
     PACKED = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
     OPERANDS = (

@@ -16,15 +16,23 @@ STATISTICS_BLOCK: tl.constexpr = tl.constexpr(128)
 
 
 @triton.jit
-def tile_of_program(program, num_blocks, num_heads, section, LONGEST_LAST: tl.constexpr):
+def tile_of_program(
+    program, num_blocks, num_heads, section, LONGEST_LAST: tl.constexpr, sectioned=None
+):
     """The block and the head, counted over batch and heads, of one program of a flat grid.
 
     Heads go in sections, whose keys and values fit in the L2 cache together; within a section the
     block varies slowest, so that the longest tiles start first (Dao 2023, section 3.2; the order is
-    ours). LONGEST_LAST says that higher blocks have more to do.
+    ours). LONGEST_LAST says that higher blocks have more to do. Beyond the first ``sectioned``
+    heads, a multiple of ``section``, all others are one section.
     """
     first = program // (section * num_blocks) * section
-    width = tl.minimum(section, num_heads - first)
+    width = section
+    if sectioned is not None:
+        first = tl.minimum(first, sectioned)
+        if first == sectioned:
+            width = num_heads
+    width = tl.minimum(width, num_heads - first)
     within = program - first * num_blocks
     block = within // width
     if LONGEST_LAST:
