@@ -19,6 +19,7 @@ from ..triton.launch import Launch, Of
 from .config import HopperConfig, find
 
 ROWS = 64  # of a consumer warpgroup
+FEWEST_HEADS = 4  # of keys in a section, though they be more than the cache holds
 
 
 def fwd(problem: AttentionProblem, tensors: AttentionTensors) -> tuple[Tensor, Tensor]:
@@ -88,14 +89,14 @@ def _launch(p: AttentionProblem, t: AttentionTensors, out: Tensor, config: Hoppe
 def order(p: AttentionProblem, num_m_blocks: int, programs: int) -> tuple[int, int]:
     """Heads of a section, and heads that go in sections, as ``tile_of_program`` has it.
 
-    Programs reach into the section after their own, so that two have to fit in the L2 cache. The
-    last heads are one section, so many that the longest of its tiles, which start first, take no
-    more time than all of them: with tiles that grow evenly, two for each program.
+    Programs reach into the section after their own: two, of some heads each, share the L2 cache.
+    The last heads are one section, so many that the longest of its tiles, which start first, take
+    no more time than all of them: with tiles that grow evenly, two for each program.
     """
     heads = p.nheads * p.batch
     if p.mask.window_right is None:
         return 1, heads  # equal tiles: one head at a time shares most
-    section = max(1, launch.section(p, p.nheads) // 2)
+    section = min(max(launch.section(p, p.nheads) // 2, FEWEST_HEADS * p.group), heads)
     together = -(-2 * programs // num_m_blocks)
     return section, max(0, heads - together) // section * section
 
