@@ -57,3 +57,20 @@ def test_operations_are_counted_as_the_papers_do():
     forward = 4 * shape.batch * shape.nheads * shape.seqlen**2 * shape.head_dim
     for direction, factor in (("fwd", 1), ("bwd", 2.5), ("fwd_bwd", 3.5)):
         assert shape.flops(direction) == pytest.approx(factor * forward)
+
+
+def test_grouped_heads_inputs_and_packed_sequences():
+    asked = Asked("cuda", head_dims=[64], nheads=32, nheads_kv=8, inputs=["randn", "large"])
+    found = cells.papers(asked, ["fwd"])
+    assert len(found) == 2 * 2 * 5
+    assert {(c.shape.heads_kv, c.shape.inputs) for c in found} == {(8, "randn"), (8, "large")}
+    assert "32/8 heads" in str(found[0]) and "large" in str(found[-1])
+
+    packed = cells.papers(Asked("cuda", packed=True), ["fwd", "bwd"])
+    assert len(packed) == 2 * 3 * 2
+    for cell in packed:
+        s = cell.shape
+        assert (s.lengths, s.batch, s.seqlen) == (cells.MIXED, 8, 8192)
+        assert sum(s.lengths) == 16384
+        squares = sum(n**2 for n in s.lengths)
+        assert s.flops("fwd") == 4 * s.nheads * s.head_dim * squares * (0.5 if s.causal else 1)

@@ -4,6 +4,7 @@ from dataclasses import replace
 import pytest
 
 from tilewise.bench import memory, providers
+from tilewise.bench.providers import INPUTS
 from tilewise.cli import main
 from tilewise.cli.gate import gate
 
@@ -119,3 +120,37 @@ def test_bad_flags_are_refused(flags, capsys):
     with pytest.raises(SystemExit) as stop:
         main(["bench", *flags])
     assert stop.value.code == 2 and flags[1] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("inputs", INPUTS)
+@pytest.mark.parametrize("lengths", [(), (40, 1, 65)], ids=["dense", "packed"])
+def test_the_gate_takes_every_kind_of_call(inputs, lengths):
+    ours = providers.PROVIDERS["tilewise"]
+    shape = providers.Shape(3, 65, 4, 16, nheads_kv=2, inputs=inputs, lengths=lengths)
+    assert gate([ours], shape) == []
+
+    def other_keys(shape):
+        attend = ours.bind(shape)
+        return lambda q, k, v: attend(q, k.flip(-3), v)
+
+    assert gate([replace(ours, bind=other_keys)], shape)
+
+
+def test_a_grouped_call_by_every_provider():
+    shape = providers.Shape(1, 65, 4, 16, nheads_kv=2)
+    assert gate(list(providers.PROVIDERS.values()), shape) == []
+    packed = replace(shape, lengths=(65,))
+    refusals = {n: p.refusal(packed, "fwd") for n, p in providers.PROVIDERS.items()}
+    assert {n for n, reason in refusals.items() if reason} == {"sdpa-flash", "eager"}
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [["--packed"], ["--inputs", "large"], ["--n-heads-kv", "2"]],
+    ids=lambda flags: flags[0],
+)
+@pytest.mark.parametrize("suite", ["fwd", "generations"])
+def test_what_only_the_papers_shapes_have_is_refused_elsewhere(flags, suite, capsys):
+    with pytest.raises(SystemExit):
+        main(["bench", "--device", "cpu", "--suite", suite, *flags])
+    assert f"argument {flags[0]}: for fwd, bwd, fwd_bwd on a GPU" in capsys.readouterr().err

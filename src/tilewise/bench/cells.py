@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 from .providers import DIRECTIONS, Shape
 from .rivals import CPU
@@ -16,6 +17,7 @@ HIDDEN = 2048  # nheads * head_dim, as there
 HEAD_DIMS = (64, 128, 256)
 LENGTHS = (1024, 2048, 4096, 8192, 16384)
 DROPOUT = 0.1
+MIXED = (8192, 4096, 2048, 1024, 512, 256, 128, 128)  # lengths of a packed call
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +36,11 @@ class Cell:
 
     def __str__(self) -> str:
         s = self.shape
-        mask = "causal" if s.causal else "full"
+        mask = ("causal" if s.causal else "full") + (" packed" if s.lengths else "")
+        mask += "" if s.inputs == "randn" else f" {s.inputs}"
         dropout = f" dropout {s.dropout_p:g}" if s.dropout_p > 0 else ""
-        sizes = f"batch {s.batch}, {s.nheads} heads of {s.head_dim}, length {s.seqlen}"
+        heads = f"{s.nheads}" if s.heads_kv == s.nheads else f"{s.nheads}/{s.heads_kv}"
+        sizes = f"batch {s.batch}, {heads} heads of {s.head_dim}, length {s.seqlen}"
         return f"{self.direction} {mask}{dropout}, {sizes}"
 
 
@@ -52,6 +56,9 @@ class Asked:
     causal: bool | None = None
     dtype: str | None = None
     dropout_p: float | None = None
+    nheads_kv: int | None = None
+    inputs: Sequence[str] = ("randn",)
+    packed: bool = False
 
     @property
     def masks(self) -> tuple[bool, ...]:
@@ -68,18 +75,26 @@ class Asked:
 
 
 def papers(asked: Asked, directions: Sequence[str]) -> list[Cell]:
-    """The papers' benchmark: 16k tokens, hidden size 2048; each direction is its own suite."""
+    """The papers' benchmark: 16k tokens, hidden size 2048; each direction is its own suite.
+
+    A packed one has sequences of MIXED lengths in place of each length in turn.
+    """
+    lengths = MIXED if asked.packed else ()
+    seqlens = MIXED[:1] if asked.packed else asked.seqlens or LENGTHS
     cells = []
-    for direction in directions:
-        for d in asked.head_dims or HEAD_DIMS:
-            for causal in asked.masks:
-                for n in asked.seqlens or LENGTHS:
-                    batch = asked.batch or max(1, TOKENS // n)
-                    nheads = asked.nheads or max(1, HIDDEN // d)
-                    shape = asked.shape(batch, n, nheads, d, causal)
-                    cells.append(
-                        Cell(direction, direction, replace(shape, dropout_p=asked.dropout_p or 0.0))
-                    )
+    for direction, d, causal, inputs, n in product(
+        directions, asked.head_dims or HEAD_DIMS, asked.masks, asked.inputs, seqlens
+    ):
+        batch = len(lengths) or asked.batch or max(1, TOKENS // n)
+        nheads = asked.nheads or max(1, HIDDEN // d)
+        shape = replace(
+            asked.shape(batch, n, nheads, d, causal),
+            dropout_p=asked.dropout_p or 0.0,
+            nheads_kv=asked.nheads_kv,
+            inputs=inputs,
+            lengths=lengths,
+        )
+        cells.append(Cell(direction, direction, shape))
     return cells
 
 

@@ -26,8 +26,8 @@ def _by_provider(rows: Sequence[Row], value: str, factor: float) -> dict[str, di
     return found
 
 
-def _column(row: Row) -> tuple[int, bool, str]:
-    return row.head_dim, row.causal, dropout(row)
+def _column(row: Row) -> tuple[int, str, str]:
+    return row.head_dim, mask(row), dropout(row)
 
 
 def _title(row: Row) -> str:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,13 +15,16 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .._version import __version__
-from ..api import flash_attn_func
+from ..api import flash_attn_func, flash_attn_varlen_func
 
 FORWARD = "fwd"
 BACKWARD = "bwd"
 FORWARD_BACKWARD = "fwd_bwd"
 DIRECTIONS = (FORWARD, BACKWARD, FORWARD_BACKWARD)
 _MATMULS = {FORWARD: 1.0, BACKWARD: 2.5, FORWARD_BACKWARD: 3.5}  # in forwards, as the papers count
+
+# What a softmax may find hard: see ``make_inputs``.
+INPUTS = ("randn", "rising", "falling", "first-key", "large")
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 Triple = tuple[Tensor, Tensor, Tensor]
@@ -36,6 +41,10 @@ class Shape:
         dropout_p: probability of dropping a weight.
         device: "cpu" or "cuda".
         dropout_seed: of tilewise's dropout; drawn in each call when None.
+        nheads_kv: heads of k and v; nheads when None.
+        inputs: one of INPUTS.
+        lengths: of the sequences of a packed call, whose batch and seqlen are their number and
+            their maximum; () for a dense call.
     """
 
     batch: int = 1
@@ -47,6 +56,14 @@ class Shape:
     dropout_p: float = 0.0
     device: str = "cpu"
     dropout_seed: int | None = None
+    nheads_kv: int | None = None
+    inputs: str = "randn"
+    lengths: tuple[int, ...] = ()
+
+    @property
+    def heads_kv(self) -> int:
+        """Heads of k and v."""
+        return self.nheads_kv or self.nheads
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -62,7 +79,8 @@ class Shape:
 
     def flops(self, direction: str) -> float:
         """Operations counted as the papers do: two matmuls forward, five backward."""
-        forward = 4.0 * self.batch * self.nheads * self.seqlen**2 * self.head_dim
+        squares = sum(n**2 for n in self.lengths or (self.seqlen,) * self.batch)
+        forward = 4.0 * self.nheads * self.head_dim * squares
         return forward * (0.5 if self.causal else 1.0) * _MATMULS[direction]
 
 
@@ -77,7 +95,7 @@ class Provider:
             needs beside its tensors, such as a block mask, is made here, outside any timing.
         package: whose version is the provider's.
         quadratic: whether it holds matrices of seqlen x seqlen.
-        has_backward, has_dropout: what it can do at all.
+        has_backward, has_dropout, has_packed: what it can do at all.
         absent: why it cannot be used on this machine; None when it can.
     """
 
@@ -88,6 +106,7 @@ class Provider:
     quadratic: bool = False
     has_backward: bool = True
     has_dropout: bool = True
+    has_packed: bool = False
     absent: Callable[[], str | None] = lambda: None
 
     @property
@@ -106,6 +125,8 @@ class Provider:
             return f"{self.name} has no backward"
         if shape.dropout_p > 0 and not self.has_dropout:
             return f"{self.name} has no dropout"
+        if shape.lengths and not self.has_packed:
+            return f"{self.name} takes no packed sequences"
         return None
 
     def layout(self, x: Tensor) -> Tensor:
@@ -124,16 +145,32 @@ class Provider:
         return matrices * shape.matrix_bytes + (shape.seqlen**2 if shape.causal else 0)
 
 
+def packing(shape: Shape) -> dict[str, Any]:
+    """What a packed call is told beside its tensors."""
+    ends = torch.tensor((0, *shape.lengths)).cumsum(0)
+    cu_seqlens = ends.to(device=shape.device, dtype=torch.int32)
+    return {
+        "cu_seqlens_q": cu_seqlens,
+        "cu_seqlens_k": cu_seqlens,
+        "max_seqlen_q": shape.seqlen,
+        "max_seqlen_k": shape.seqlen,
+    }
+
+
 def bind_tilewise(backend: str = "auto", algorithm: str = "auto") -> Callable[[Shape], Attend]:
-    """``flash_attn_func`` by the named backend and algorithm."""
+    """``flash_attn_func``, packed ``flash_attn_varlen_func``, by the backend and algorithm."""
 
     def bind(shape: Shape) -> Attend:
+        function: Callable[..., object] = flash_attn_func
+        if shape.lengths:
+            function = partial(flash_attn_varlen_func, **packing(shape))
+
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            out = flash_attn_func(
+            out = function(
                 q,
                 k,
                 v,
-                shape.dropout_p,
+                dropout_p=shape.dropout_p,
                 causal=shape.causal,
                 backend=backend,
                 algorithm=algorithm,
@@ -154,7 +191,12 @@ def bind_sdpa(backend: SDPBackend) -> Callable[[Shape], Attend]:
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             with sdpa_kernel(backend):
                 return F.scaled_dot_product_attention(
-                    q, k, v, dropout_p=shape.dropout_p, is_causal=shape.causal
+                    q,
+                    k,
+                    v,
+                    dropout_p=shape.dropout_p,
+                    is_causal=shape.causal,
+                    enable_gqa=shape.heads_kv < shape.nheads,
                 )
 
         return attend
@@ -167,6 +209,8 @@ def bind_eager(shape: Shape) -> Attend:
     tensor. Matmul, scale, mask, softmax, dropout, matmul."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if (group := shape.nheads // shape.heads_kv) > 1:
+            k, v = (x.repeat_interleave(group, 1) for x in (k, v))
         s = q @ k.mT / math.sqrt(q.shape[-1])
         if shape.causal:
             hidden = torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device).triu_(1)
@@ -182,8 +226,10 @@ EAGER = Provider("eager", True, bind_eager, quadratic=True)
 PROVIDERS: dict[str, Provider] = {
     provider.name: provider
     for provider in (
-        Provider("tilewise", False, bind_tilewise(), package="tilewise"),
-        Provider("tilewise-fa1", False, bind_tilewise(algorithm="fa1"), package="tilewise"),
+        Provider("tilewise", False, bind_tilewise(), "tilewise", has_packed=True),
+        Provider(
+            "tilewise-fa1", False, bind_tilewise(algorithm="fa1"), "tilewise", has_packed=True
+        ),
         Provider("sdpa-flash", True, bind_sdpa(SDPBackend.FLASH_ATTENTION)),
         EAGER,
     )
@@ -191,13 +237,28 @@ PROVIDERS: dict[str, Provider] = {
 
 
 def make_inputs(shape: Shape, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Normal q, k, v and dout, each (batch, seqlen, nheads, head_dim), as the shape says."""
+    """Normal q, k, v and dout, each (batch, seqlen, heads, head_dim), packed (total, heads,
+    head_dim), as the shape says.
+
+    "rising" and "falling" scale the keys by 0.1 to 8 along the sequence, so that a row's maximum
+    grows in every tile that is visited in that order; "first-key" makes the first key 30 times as
+    long; "large" the queries, for logits of hundreds, 100 times.
+    """
     gen = torch.Generator(shape.device).manual_seed(seed)
-    size = (shape.batch, shape.seqlen, shape.nheads, shape.head_dim)
-    q, k, v, dout = (
-        torch.randn(size, generator=gen, device=shape.device).to(shape.torch_dtype)
-        for _ in range(4)
-    )
+    lead = (sum(shape.lengths),) if shape.lengths else (shape.batch, shape.seqlen)
+
+    def normal(heads: int) -> Tensor:
+        return torch.randn((*lead, heads, shape.head_dim), generator=gen, device=shape.device)
+
+    q, k, v, dout = (normal(n) for n in (shape.nheads, *(shape.heads_kv,) * 2, shape.nheads))
+    if shape.inputs == "large":
+        q *= 100.0
+    elif shape.inputs == "first-key":
+        k[..., :1, :, :] *= 30.0
+    elif shape.inputs != "randn":
+        ramp = torch.linspace(0.1, 8.0, k.shape[-3], device=k.device)
+        k *= (ramp if shape.inputs == "rising" else ramp.flip(0))[:, None, None]
+    q, k, v, dout = (x.to(shape.torch_dtype) for x in (q, k, v, dout))
     return q, k, v, dout
 
 

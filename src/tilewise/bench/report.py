@@ -13,12 +13,14 @@ _Group = tuple[str, str, str, str, str]
 
 def group(row: Row) -> _Group:
     """The line of a table that a row belongs to, its provider excepted."""
-    return (row.direction or row.suite, str(row.nheads), str(row.head_dim), mask(row), dropout(row))
+    heads = str(row.nheads) if row.nheads == row.nheads_kv else f"{row.nheads}/{row.nheads_kv}"
+    return (row.direction or row.suite, heads, str(row.head_dim), mask(row), dropout(row))
 
 
 def mask(row: Row) -> str:
-    """The mask: "causal" or "full"."""
-    return _MASKS[row.causal]
+    """The mask, "causal" or "full"; what else is unusual about the tensors."""
+    packed = " packed" if row.lengths else ""
+    return _MASKS[row.causal] + packed + ("" if row.inputs == "randn" else f" {row.inputs}")
 
 
 def dropout(row: Row) -> str:

@@ -78,7 +78,7 @@ def row(
         dtype=shape.dtype,
         batch=shape.batch,
         nheads=shape.nheads,
-        nheads_kv=shape.nheads,
+        nheads_kv=shape.heads_kv,
         seqlen_q=shape.seqlen,
         seqlen_k=shape.seqlen,
         head_dim=shape.head_dim,
@@ -89,6 +89,8 @@ def row(
         peak_mib=None if peak is None else peak / 2**20,
         direction=direction,
         error=error,
+        inputs=shape.inputs,
+        lengths=list(shape.lengths),
         features={"dropout_p": shape.dropout_p} if shape.dropout_p > 0 else {},
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, partial
 
 from torch import Tensor
 from torch.nn.attention import SDPBackend
@@ -18,6 +18,7 @@ from .providers import (
     Shape,
     bind_sdpa,
     bind_tilewise,
+    packing,
 )
 
 CPU, CUDA = "cpu", "cuda"
@@ -64,7 +65,7 @@ def _bind_flex(shape: Shape) -> Attend:
         mask = create_block_mask(_visible_below, None, None, n, n, device=shape.device)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = compiled(q, k, v, block_mask=mask)
+        out = compiled(q, k, v, block_mask=mask, enable_gqa=shape.heads_kv < shape.nheads)
         assert isinstance(out, Tensor)
         return out
 
@@ -75,7 +76,10 @@ def _bind_flash(module: str) -> Callable[[Shape], Attend]:
     """``flash_attn_func`` of one of flash-attn's modules."""
 
     def bind(shape: Shape) -> Attend:
-        function = importlib.import_module(module).flash_attn_func
+        found_in = importlib.import_module(module)
+        function = found_in.flash_attn_func
+        if shape.lengths:
+            function = partial(found_in.flash_attn_varlen_func, **packing(shape))
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             found = function(q, k, v, causal=shape.causal)
@@ -101,6 +105,7 @@ def _fa3() -> Provider:
         package=_FA3[module],
         has_backward=module == "flash_attn_interface",
         has_dropout=False,
+        has_packed=True,
         absent=lambda: reason,
     )
 
@@ -111,6 +116,7 @@ def _ours(name: str, backend: str, algorithm: str) -> Provider:
         False,
         bind_tilewise(backend, algorithm),
         package="tilewise",
+        has_packed=True,
         absent=lambda: None if backend == "auto" else _no_backend(backend),
     )
 
@@ -129,6 +135,7 @@ def _on_gpu() -> dict[str, Provider]:
             _bind_flash(_FA4),
             package="flash-attn-4",
             has_dropout=False,
+            has_packed=True,
             absent=lambda: _import_error(_FA4),
         ),
         Provider("sdpa-cudnn", True, bind_sdpa(SDPBackend.CUDNN_ATTENTION)),

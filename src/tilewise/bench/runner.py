@@ -13,7 +13,7 @@ from .results import Output, Row
 
 # (provider, shape, whether its backward counts) -> what is wrong with its results, or None
 Verify = Callable[[Provider, Shape, bool], str | None]
-_Key = tuple[str, int, bool, bool, bool]
+_Key = tuple[str, tuple[object, ...], bool, bool]
 
 
 @dataclass(slots=True)
@@ -87,7 +87,9 @@ class Runner:
     def _check(self, provider: Provider, cell: Cell) -> str | None:
         """``verify``, once for each kind of call, also where it raises."""
         shape, backward = cell.shape, cell.direction != FORWARD
-        key = (provider.name, shape.head_dim, shape.causal, shape.dropout_p > 0, backward)
+        group = shape.nheads // shape.heads_kv
+        kind = (shape.head_dim, group, shape.causal, shape.inputs, bool(shape.lengths))
+        key = (provider.name, kind, shape.dropout_p > 0, backward)
         if key not in self._verified:
             found = attempt(lambda: self.verify(provider, shape, backward), shape.device)
             if isinstance(found, Failure):

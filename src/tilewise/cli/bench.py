@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from ..bench.cells import GENERATIONS_SUITE, Asked
+from ..bench.cells import GENERATIONS_SUITE, HEAD_DIMS, HIDDEN, MIXED, Asked
 from ..bench.pretraining import RUNS
 from ..bench.pretraining import SUITE as TRAIN_SUITE
-from ..bench.providers import BACKWARD, DIRECTIONS, FORWARD
+from ..bench.providers import BACKWARD, DIRECTIONS, FORWARD, INPUTS
 from ..bench.results import COMMIT_VARIABLE
 from ..bench.rivals import CPU, CUDA, GENERATIONS, NAMES, providers_on
 from ..bench.timing import GPU_PROTOCOLS
@@ -95,6 +95,19 @@ def _add_shapes(own: argparse.ArgumentParser) -> None:
         help="default: 1; on a GPU what makes 16k tokens, of generations 64k",
     )
     own.add_argument("--n-heads", type=positive, help="default: 8; on a GPU 2048 / d-head")
+    own.add_argument("--n-heads-kv", type=positive, help="default: n-heads; on a GPU")
+    own.add_argument(
+        "--inputs",
+        type=_names(INPUTS),
+        metavar="NAME,...",
+        help=f"on a GPU: of {', '.join(INPUTS)}; default: {INPUTS[0]}. Keys that grow or shrink"
+        " along the sequence, a long first key, logits of hundreds",
+    )
+    own.add_argument(
+        "--packed",
+        action="store_true",
+        help=f"on a GPU: one packed batch with sequences of {', '.join(map(str, MIXED))}",
+    )
     own.add_argument(
         "--seq-len",
         type=lengths,
@@ -153,6 +166,21 @@ def _only(
     return [name for name in there if name in chosen]
 
 
+def _check_kinds(own: argparse.ArgumentParser, a: argparse.Namespace, suite: str) -> None:
+    """Refuses what only the papers' shapes on a GPU have, where ``suite`` is something else."""
+    for name in ("n_heads_kv", "inputs", "packed"):
+        if suite and getattr(a, name):
+            flag = "--" + name.replace("_", "-")
+            own.error(f"argument {flag}: for {', '.join(DIRECTIONS)} on a GPU, not {suite}")
+    if a.packed and (a.seq_len or a.batch):
+        own.error("argument --packed: it says the lengths")
+    if a.n_heads_kv:
+        for d in a.d_head or HEAD_DIMS:
+            nheads = a.n_heads or HIDDEN // d
+            if nheads % a.n_heads_kv:
+                own.error(f"argument --n-heads-kv: {nheads} heads are no multiple of it")
+
+
 def _suite(own: argparse.ArgumentParser, arguments: argparse.Namespace) -> tuple[str, list[str]]:
     """(generations, train or "", the directions to measure)."""
     suites, directions = arguments.suite or [], arguments.direction
@@ -183,8 +211,10 @@ def run(own: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
         own.error("argument --protocol: for a GPU; on a CPU there is one")
     if a.device == CUDA or suite:
         asked = Asked(
-            a.device, a.batch, a.n_heads, a.seq_len, a.d_head, a.causal, a.dtype, a.dropout
-        )
+            a.device, a.batch, a.n_heads, a.seq_len, a.d_head, a.causal, a.dtype, a.dropout,
+            a.n_heads_kv, a.inputs or INPUTS[:1], a.packed,
+        )  # fmt: skip
+        _check_kinds(own, a, suite)
         chosen = GENERATIONS[a.device] if suite and a.only is None else there
         a.only = _only(own, a.only, chosen)
         return bench_cells.run(a, asked, suite, directions)
@@ -192,6 +222,7 @@ def run(own: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
         own.error("argument --d-head: one on a CPU")
     if a.dropout:
         own.error(f"argument --dropout: on a CPU for --suite {GENERATIONS_SUITE}")
+    _check_kinds(own, a, "on a CPU")
     a.only = _only(own, a.only, there)
     a.batch, a.n_heads, a.seq_len = a.batch or 1, a.n_heads or 8, a.seq_len or _CPU_LENGTHS
     a.d_head = a.d_head[0] if a.d_head else 64

@@ -9,14 +9,15 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ..arguments import Options, dense_call
+from ..arguments import Options, Packing, dense_call, packed_call
 from ..backends import reference
-from ..bench.providers import Provider, Shape, Triple, forward_backward, make_inputs
+from ..bench.providers import Provider, Shape, Triple, forward_backward, make_inputs, packing
 from ..ops.schema import describe
 from ..testing import excess
 
 GATE_LENGTH = 577  # a prime; more than one tile in either direction
 GATE_HEADS = 2
+GATE_LENGTHS = (GATE_LENGTH, 1, 130)  # of a packed call
 _SEED = 20221101
 MASKS = {True: "causal", False: "none"}
 
@@ -29,7 +30,10 @@ def _expected(shape: Shape) -> tuple[Triple, Tensor, dict[str, tuple[Tensor, Ten
     """
     q, k, v, dout = make_inputs(shape)
     options = Options(dropout_p=shape.dropout_p, causal=shape.causal, seed=shape.dropout_seed)
-    tensors, scalars = dense_call(q, k, v, options)
+    if shape.lengths:
+        tensors, scalars = packed_call(q, k, v, Packing(**packing(shape)), options)
+    else:
+        tensors, scalars = dense_call(q, k, v, options)
     problem = describe(tensors, scalars, needs_grad=False)
 
     def results(dtype: torch.dtype) -> dict[str, Tensor]:
@@ -77,14 +81,19 @@ def verify(provider: Provider, shape: Shape, backward: bool) -> str | None:
     """``gate`` at a small size of the same kind as ``shape``; None when nothing is wrong.
 
     The dropout of tilewise is checked by its seed. That of others is drawn from generators of
-    their own, so they are checked without.
+    their own, so they are checked without; and on normal inputs, whatever theirs are.
     """
-    dropout_p = shape.dropout_p if provider.package == "tilewise" else 0.0
+    ours = provider.package == "tilewise"
+    dropout_p = shape.dropout_p if ours else 0.0
+    group = shape.nheads // shape.heads_kv
     small = replace(
         shape,
         batch=1,
         seqlen=GATE_LENGTH,
-        nheads=GATE_HEADS,
+        nheads=GATE_HEADS * group,
+        nheads_kv=GATE_HEADS,
+        inputs=shape.inputs if ours else "randn",
+        lengths=GATE_LENGTHS if shape.lengths else (),
         dropout_p=dropout_p,
         dropout_seed=_SEED if dropout_p > 0 else None,
     )
