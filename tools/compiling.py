@@ -162,11 +162,11 @@ def call(kernel: str, p: AttentionProblem, t: AttentionTensors, given: Any = Non
     from tilewise.backends.triton import TritonBackend
 
     if kernel == "fwd_sm90":
-        return GluonBackend().fwd(p, t, "fa3")
+        return GluonBackend().forward(p, t, "fa3")(t)
     algorithm = "fa1" if kernel.startswith("fa1") else "fa2"
     backend = TritonBackend()
     if kernel in ("fwd", "fa1_fwd"):
-        return backend.fwd(p, t, algorithm)
+        return backend.forward(p, t, algorithm)(t)
     if given is None:
         out = torch.empty(*t.q.shape[:-1], p.head_dim_v, dtype=t.q.dtype, device=t.q.device)
         shape = (p.batch, p.nheads, p.seqlen_q)
@@ -174,8 +174,10 @@ def call(kernel: str, p: AttentionProblem, t: AttentionTensors, given: Any = Non
         given = out, torch.empty(shape, dtype=torch.float32, device=t.q.device), out
     out, lse, dout = given
     if kernel in ("bwd_sm90", "bwd_convert"):
-        return GluonBackend().bwd(p, t, out, lse, dout, None, Wanted(), "fa3")
-    return backend.bwd(p, t, out, lse, dout, None, WANTED[kernel], algorithm)
+        run = GluonBackend().backward(p, t, dout, Wanted(), "fa3")
+    else:
+        run = backend.backward(p, t, dout, WANTED[kernel], algorithm)
+    return run(t, out, lse, dout, None)
 
 
 class _GpuTensor(torch.Tensor):
