@@ -43,9 +43,17 @@ def _fwd(*arguments: Any) -> tuple[Tensor, Tensor]:
 def _bwd(dout: Tensor, dlse: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
     tensors, scalars = split(rest)
     out, lse, wanted = rest[NUM_ARGUMENTS:]
-    g = kind_of(tensors, scalars).backward(tensors, out, lse, dout, dlse, tuple(wanted))
+    run = kind_of(tensors, scalars).backward(tensors, dout, dlse, tuple(wanted))
+    assert run is not None  # what is not plain does not come here
+    g = run(tensors, _as_made(out), _as_made(lse), dout, dlse)
     nothing = tensors.q.new_empty(0)
     return tuple(nothing.clone() if x is None else x for x in (g.dq, g.dk, g.dv, g.dbias, g.dsink))
+
+
+def _as_made(x: Tensor) -> Tensor:
+    """x as a forward makes out and lse: contiguous, at an address that is a multiple of 16."""
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() & 15 else x
 
 
 def fwd_below_autograd(arguments: tuple[Any, ...]) -> tuple[Tensor, Tensor]:

@@ -166,19 +166,21 @@ class EagerAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-        """The backend's, or the rule of ``Attention`` where somebody watches now."""
+        """The backend's; where somebody watches now, or what was saved went through somebody's
+        hands, the rule of ``Attention``."""
         *given, out, lse = ctx.saved_tensors
         if dout is None and dlse is None:
             return (None,) * 7
-        t, kind = AttentionTensors(*given), ctx.kind
+        t, kind, wanted = AttentionTensors(*given), ctx.kind, ctx.needs_input_grad[2:]
         dout = torch.zeros_like(out) if dout is None else dout
-        wanted = ctx.needs_input_grad[2:]
-        if torch.is_grad_enabled() or watched() or not (is_plain(dout) and is_plain(dlse)):
-            found = _differentiable_bwd(dout, dlse, *t, *kind.scalars, out, lse, list(wanted))
-            grads = (x if want else None for x, want in zip(found, wanted, strict=True))
-            return (None, None, *grads)
-        g = kind.backward(t, out, lse, dout, dlse, wanted)
-        return None, None, g.dq, g.dk, g.dv, g.dbias, g.dsink
+        run = None
+        if not (ctx.hooked or torch.is_grad_enabled() or watched()):
+            run = kind.backward(t, dout, dlse, wanted)
+        if run is not None:
+            g = run(t, out, lse, dout, dlse)
+            return None, None, g.dq, g.dk, g.dv, g.dbias, g.dsink
+        found = _differentiable_bwd(dout, dlse, *t, *kind.scalars, out, lse, list(wanted))
+        return None, None, *(x if w else None for x, w in zip(found, wanted, strict=True))
 
 
 # Function.apply below what it does for transforms of torch.func, of which there are none here

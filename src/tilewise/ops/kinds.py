@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backends.base import AttentionTensors, Backward, Gradients, Wanted
+from ..backends.base import AttentionTensors, Backward, Wanted
 from ..dispatch import BACKENDS, choose
 from ..tuning import lookup
 from .schema import Scalars, describe
@@ -125,28 +125,27 @@ class Kind:
             self._differentiable = True
 
     def backward(
-        self,
-        t: AttentionTensors,
-        out: Tensor,
-        lse: Tensor,
-        dout: Tensor,
-        dlse: Tensor | None,
-        wanted: tuple[bool, ...],
-    ) -> Gradients:
-        """The gradients; see ``Backend.backward``."""
-        key = (
-            wanted, layout(dout), layout(dlse), layout(out), layout(lse), settings(dout.dtype),
-        )  # fmt: skip
+        self, t: AttentionTensors, dout: Tensor, dlse: Tensor | None, wanted: tuple[bool, ...]
+    ) -> Backward | None:
+        """See ``Backend.backward``, for out and lse as the forward makes them; None where dout or
+        dlse is not plain."""
+        q, k, v = t[:3]
+        try:
+            key = (
+                wanted, layout(dout), layout(dlse), q.stride(), k.stride(), v.stride(),
+                settings(q.dtype),
+            )  # fmt: skip
+        except RuntimeError:
+            return None
         found = self._backwards.get(key)
-        if found is None:
+        if found is None and is_plain(dout) and is_plain(dlse):
             s = self.scalars
             problem = describe(t, s, needs_grad=True)
             choice = choose(problem, s.backend, s.algorithm)
-            found = BACKENDS[choice.backend].backward(
-                problem, t, dout, Wanted(*wanted), choice.algorithm
-            )
+            backend = BACKENDS[choice.backend]
+            found = backend.backward(problem, t, dout, Wanted(*wanted), choice.algorithm)
             keep(self._backwards, key, found)
-        return found(t, out, lse, dout, dlse)
+        return found
 
 
 _kinds: dict[Hashable, Kind] = {}

@@ -27,7 +27,7 @@ def statistics(q, dout, out, lse, dlse=None, bias=None, bounds=None, used=None, 
     length = q.shape[1] if longest is None else longest
     s = Scalars(length, length, 0.0, 0.25, 0.0, -1, -1, False, "triton", "fa2")
     problem = describe(t, s, needs_grad=True)
-    lse_padded, delta = bwd.statistics_of(problem, q)()
+    lse_padded, delta = (make() for make in bwd.statistics(problem, q))
     dlse = None if dlse is None else dlse.contiguous()
     call = dict(zip(bwd.GIVEN, (*t, out, lse, dout, dlse), strict=True))
     call |= {"lse_padded": lse_padded, "delta": delta}

@@ -13,7 +13,7 @@ from ...kernels.gluon.bwd_sm90 import KEYS, flash_bwd_sm90_kernel
 from ...kernels.triton.bwd_convert import flash_bwd_convert_kernel
 from ..base import AttentionTensors, Backward, Gradients, Wanted
 from ..triton import launch
-from ..triton.bwd import NAMES, like, preprocess, statistics_of
+from ..triton.bwd import NAMES, preprocess, room_like, statistics
 from ..triton.launch import Call, Launch, Of, Plan
 from ..triton.operands import operand_gradients
 from .fwd import unfit_for_tma
@@ -42,7 +42,9 @@ def backward(
     """See ``Backend.backward``; dQ, dK and dV come from one kernel, wanted or not."""
     p, device = problem, tensors.q.device
     fit = launch.fitting(p, tensors, unfit_for_tma(tensors))
-    statistics, more = statistics_of(p, tensors.q), operand_gradients(p, tensors, wanted, BACKWARD)
+    more = operand_gradients(p, tensors, wanted, BACKWARD)
+    new_dq, new_dk, new_dv = map(room_like, tensors[:3])
+    new_lse, new_delta = statistics(p, tensors.q)
     block_m, block_d = (128, 64) if p.head_dim <= 64 else (64, 128)
     fits = launch.suits_tma(dout)
 
@@ -61,8 +63,8 @@ def backward(
         t = t if fit is None else fit(t)
         dout = dout if fits else dout.contiguous()
         dlse = None if dlse is None else dlse.contiguous()
-        dq, dk, dv = like(t.q), like(t.k), like(t.v)
-        lse_padded, delta = statistics()
+        dq, dk, dv = new_dq(), new_dk(), new_dv()
+        lse_padded, delta = new_lse(), new_delta()
         sums = delta.numel() * block_d // 32
         dq_sum = torch.zeros(sums, 32, dtype=torch.float32, device=device)
         call = (*t, out, lse, dout, dlse, lse_padded, delta, dq, dk, dv, dq_sum)

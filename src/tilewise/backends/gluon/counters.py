@@ -7,6 +7,8 @@ graph captured may run on any stream, and beside itself: each of its launches ha
 
 from __future__ import annotations
 
+import threading
+
 import torch
 from torch import Tensor
 
@@ -15,13 +17,33 @@ _counters: dict[tuple[int, int], Tensor] = {}
 
 def counter_of(device: torch.device) -> Tensor:
     """The counter of a launch on the device's current stream: (1,) int32, 0."""
-    if device.type != "cuda":  # emulated
-        return torch.zeros(1, dtype=torch.int32, device=device)
-    stream = torch._C._cuda_getCurrentRawStream(device.index)
+    index = device.index
+    if index is None:  # emulated
+        return _zero(device)
+    if torch._C._cuda_getDevice() != index:
+        with torch.cuda.device(index):
+            return counter_of(device)
     if torch._C._cuda_isCurrentStreamCapturing():
-        return torch.zeros(1, dtype=torch.int32, device=device)
-    found = _counters.get((device.index, stream))
-    if found is None:
-        found = torch.zeros(1, dtype=torch.int32, device=device)
-        found = _counters.setdefault((device.index, stream), found)
-    return found
+        return _zero(device)
+    stream = torch._C._cuda_getCurrentRawStream(index)
+    found = _counters.get((index, stream))
+    return _new(device, stream) if found is None else found
+
+
+def _new(device: torch.device, stream: int) -> Tensor:
+    """A counter that stays, made by a thread of its own: this one may for now have its memory from
+    the pool of a CUDA graph that is about to be captured, where nothing may stay."""
+    current = torch.cuda.current_stream(device)
+
+    def make() -> None:
+        with torch.cuda.stream(current):
+            _counters[device.index, stream] = _zero(device)
+
+    thread = threading.Thread(target=make)
+    thread.start()
+    thread.join()
+    return _counters[device.index, stream]
+
+
+def _zero(device: torch.device) -> Tensor:
+    return torch.zeros(1, dtype=torch.int32, device=device)

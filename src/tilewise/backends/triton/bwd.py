@@ -31,7 +31,9 @@ def backward(problem: AttentionProblem, tensors: AttentionTensors, wanted: Wante
     """See ``Backend.backward``."""
     p, arch, w = problem, launch.arch(tensors.q), wanted
     configs = lookup.config("bwd_dkdv", arch, p), lookup.config("bwd_dq", arch, p)
-    fit, statistics = launch.fitting(p, tensors), statistics_of(p, tensors.q)
+    fit = launch.fitting(p, tensors)
+    new_dq, new_dk, new_dv = map(room_like, tensors[:3])
+    new_lse, new_delta = statistics(p, tensors.q)
     more = operand_gradients(p, tensors, w, NAMES)
     nothing = p.seqlen_q * p.seqlen_k * p.batch == 0  # no row sees a key or is in a sequence
 
@@ -49,11 +51,11 @@ def backward(problem: AttentionProblem, tensors: AttentionTensors, wanted: Wante
         t: AttentionTensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
     ) -> Gradients:
         t = t if fit is None else fit(t)
-        dq = like(t.q) if w.dq else None
-        dk = like(t.k) if w.dk else None
-        dv = like(t.v) if w.dv else None
+        dq = new_dq() if w.dq else None
+        dk = new_dk() if w.dk else None
+        dv = new_dv() if w.dv else None
         dlse = None if dlse is None else dlse.contiguous()
-        call = (*t, out, lse, dout, dlse, *statistics(), dq, dk, dv)
+        call = (*t, out, lse, dout, dlse, new_lse(), new_delta(), dq, dk, dv)
         plan(call)
         grads = Gradients(dq, dk, dv)
         if nothing:
@@ -69,28 +71,21 @@ def backward(problem: AttentionProblem, tensors: AttentionTensors, wanted: Wante
     return run
 
 
-def like(x: Tensor) -> Tensor:
-    """A gradient of x, to be written."""
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+def room_like(x: Tensor) -> Callable[[], Tensor]:
+    """What makes gradients of x, to be written."""
+    return launch.room(x.shape, x.dtype, x.device)
 
 
-def statistics_of(p: AttentionProblem, q: Tensor) -> Callable[[], tuple[Tensor, Tensor]]:
+def statistics(p: AttentionProblem, q: Tensor) -> tuple[Callable[[], Tensor], ...]:
     """What makes room for lse in the kernels' unit, in two parts where it is natural, and for
     delta: (parts * heads, padded rows), float32."""
-    block, device = STATISTICS_BLOCK, q.device
+    block = STATISTICS_BLOCK
     if p.layout == VARLEN:
         heads, rows = p.nheads, (q.shape[0] // block + p.batch) * block
     else:
         heads, rows = p.batch * p.nheads, -(-p.seqlen_q // block) * block
-    shape, delta_shape = ((2 if launch.natural(p) else 1) * heads, rows), (heads, rows)
-
-    def make() -> tuple[Tensor, Tensor]:
-        return (
-            torch.empty(shape, dtype=torch.float32, device=device),
-            torch.empty(delta_shape, dtype=torch.float32, device=device),
-        )
-
-    return make
+    parts = 2 if launch.natural(p) else 1
+    return tuple(launch.room((n * heads, rows), torch.float32, q.device) for n in (parts, 1))
 
 
 def preprocess(p: AttentionProblem, call: Call, for_wgmma: bool = False) -> list[Launch]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -12,7 +14,7 @@ from ...kernels.triton.fa1_fwd import fa1_fwd_kernel
 from ...tuning import lookup
 from ..base import AttentionTensors, Backward, Forward, Gradients, Wanted
 from . import launch
-from .bwd import NAMES, like, preprocess, statistics_of
+from .bwd import NAMES, preprocess, room_like, statistics
 from .launch import Call, Launch, Of, Plan
 from .operands import operand_gradients
 
@@ -26,7 +28,7 @@ def forward(problem: AttentionProblem, tensors: AttentionTensors) -> Forward:
     config = lookup.config("fa1_fwd", launch.arch(q), p)
     fit, outputs = launch.fitting(p, tensors), launch.outputs(p, tensors)
     plan = Plan(FORWARD, q.device, lambda call: [_fwd(p, call, config)])
-    rows, width = _scratch_rows(p, q, config), launch.power_of_two(p.head_dim_v)
+    scratch = [_scratch(p, q, config, n) for n in (launch.power_of_two(p.head_dim_v), 1, 1)]
     nothing = q.shape[-3] * p.nheads * p.batch == 0
 
     def run(t: AttentionTensors) -> tuple[Tensor, Tensor]:
@@ -34,8 +36,7 @@ def forward(problem: AttentionProblem, tensors: AttentionTensors) -> Forward:
         if nothing:
             return out.zero_(), lse
         t = t if fit is None else fit(t)
-        running = (_scratch(p, t.q, rows, n) for n in (width, 1, 1))
-        plan((*t, out, lse, *running))
+        plan((*t, out, lse, *(make() for make in scratch)))
         return out, lse
 
     return run
@@ -63,9 +64,10 @@ def backward(problem: AttentionProblem, tensors: AttentionTensors, wanted: Wante
     """See ``Backend.backward``; dQ, dK and dV come from one kernel, wanted or not."""
     p = problem
     config = lookup.config("fa1_bwd", launch.arch(tensors.q), p)
-    fit, statistics = launch.fitting(p, tensors), statistics_of(p, tensors.q)
-    more = operand_gradients(p, tensors, wanted, BACKWARD)
-    rows, width = _scratch_rows(p, tensors.q, config), launch.power_of_two(p.head_dim)
+    fit, more = launch.fitting(p, tensors), operand_gradients(p, tensors, wanted, BACKWARD)
+    new_dq, new_dk, new_dv = map(room_like, tensors[:3])
+    new_lse, new_delta = statistics(p, tensors.q)
+    new_scratch = _scratch(p, tensors.q, config, launch.power_of_two(p.head_dim))
     nothing = p.nheads_kv * p.batch == 0
 
     def make(call: Call) -> list[Launch]:
@@ -77,10 +79,9 @@ def backward(problem: AttentionProblem, tensors: AttentionTensors, wanted: Wante
         t: AttentionTensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
     ) -> Gradients:
         t = t if fit is None else fit(t)
-        dq, dk, dv = like(t.q), like(t.k), like(t.v)
+        dq, dk, dv = new_dq(), new_dk(), new_dv()
         dlse = None if dlse is None else dlse.contiguous()
-        scratch = _scratch(p, t.q, rows, width)
-        call = (*t, out, lse, dout, dlse, *statistics(), dq, dk, dv, scratch)
+        call = (*t, out, lse, dout, dlse, new_lse(), new_delta(), dq, dk, dv, new_scratch())
         plan(call)
         if nothing:
             for x in (dq, dk, dv):
@@ -121,6 +122,9 @@ def _scratch_rows(p: AttentionProblem, q: Tensor, config: TileConfig) -> int:
     return (total // config.BLOCK_M + p.batch) * config.BLOCK_M
 
 
-def _scratch(p: AttentionProblem, q: Tensor, rows: int, width: int) -> Tensor:
-    """Running results of every head, float32, initialised by the kernel."""
-    return torch.empty((p.nheads, rows, width), dtype=torch.float32, device=q.device)
+def _scratch(
+    p: AttentionProblem, q: Tensor, config: TileConfig, width: int
+) -> Callable[[], Tensor]:
+    """What makes room for running results of every head, float32, initialised by the kernel."""
+    shape = (p.nheads, _scratch_rows(p, q, config), width)
+    return launch.room(shape, torch.float32, q.device)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -237,16 +238,21 @@ def outputs(p: AttentionProblem, t: AttentionTensors) -> Callable[[], tuple[Tens
     """What makes a forward's out and lse, to be written; lse is -inf where a packed tensor has no
     sequence."""
     q, varlen = t.q, p.layout == VARLEN
-    shape = (*q.shape[:-1], p.head_dim_v)
-    lse_shape = (p.nheads, q.shape[0]) if varlen else (p.batch, p.nheads, p.seqlen_q)
-    dtype, statistics, device = q.dtype, lse_dtype(t), q.device
+    new_out = room((*q.shape[:-1], p.head_dim_v), q.dtype, q.device)
+    shape = (p.nheads, q.shape[0]) if varlen else (p.batch, p.nheads, p.seqlen_q)
+    new_lse = room(shape, lse_dtype(t), q.device)
 
     def make() -> tuple[Tensor, Tensor]:
-        out = torch.empty(shape, dtype=dtype, device=device)
-        lse = torch.empty(lse_shape, dtype=statistics, device=device)
-        return out, lse.fill_(-torch.inf) if varlen else lse
+        return new_out(), new_lse().fill_(-torch.inf) if varlen else new_lse()
 
     return make
+
+
+def room(shape: Iterable[int], dtype: torch.dtype, device: torch.device) -> Callable[[], Tensor]:
+    """What makes contiguous tensors, to be written: by the quickest of torch's ways to do so."""
+    shape = tuple(shape)
+    steps = torch.empty(shape, device="meta").stride()
+    return partial(torch.empty_strided, shape, steps, dtype=dtype, device=device)
 
 
 def streams(
