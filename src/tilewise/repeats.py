@@ -80,6 +80,7 @@ def _key(t: AttentionTensors, scalars: tuple[Any, ...], window: Any) -> Hashable
         tuple(map(type, numbers)),  # True equals 1.0, and is refused where that is taken
         tuple([x if x is None else layout(x) for x in t]),
         torch.is_grad_enabled(),
+        t.alibi_slopes is not None and t.alibi_slopes.requires_grad,
         _is_deterministic(),
         _autocast_enabled() and _autocast(t.q.device.type),
         kinds.settings(t.q.dtype),
