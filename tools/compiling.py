@@ -34,6 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 from tilewise.backends import base
 from tilewise.backends.base import AttentionTensors, Wanted
+from tilewise.backends.gluon import counters
 from tilewise.core.config import TileConfig
 from tilewise.core.mask import MaskSpec
 from tilewise.core.problem import DENSE, VARLEN, AttentionProblem
@@ -256,6 +257,7 @@ def no_device(arch: str) -> Iterator[list[Launch]]:
         (torch.cuda, "is_available", lambda: True),
         (torch.cuda, "device", lambda device: nullcontext()),
         (torch.version, "hip", "6.4" if amd else None),
+        (counters, "counter_of", lambda device: torch.zeros(1, dtype=torch.int32, device=device)),
     )
     kept = [(owner, name, getattr(owner, name)) for owner, name, _ in stand_ins]
     kernels = []

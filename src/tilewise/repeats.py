@@ -105,7 +105,9 @@ def remember(
         options: all options.
         taken, taken_scalars: what the call came to.
     """
-    if torch.compiler.is_compiling() or options.validate or options.return_attn_probs:
+    if torch.compiler.is_compiling() or kinds.watched():
+        return
+    if options.validate or options.return_attn_probs:
         return
     draws = options.seed is None and taken.seed is not None
     as_given = (

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tilewise.backends.gluon import counters, fwd
+from tilewise.backends.gluon import counters
 
 from .test_fwd_sm90 import packed, qkv
 
@@ -22,7 +22,7 @@ CALLS = {
 def test_a_counter_is_back_at_zero_and_serves_again(name, forward, monkeypatch):
     want = forward(**CALLS[name])
     counter = torch.zeros(1, dtype=torch.int32)
-    monkeypatch.setattr(fwd, "counter_of", lambda device: counter)
+    monkeypatch.setattr(counters, "counter_of", lambda device: counter)
     for _ in range(2):
         got = forward(**CALLS[name])
         assert counter.item() == 0

@@ -15,8 +15,8 @@ from ...kernels.gluon.fwd_sm90 import flash_fwd_sm90_kernel
 from ..base import AttentionTensors, Forward
 from ..triton import launch
 from ..triton.launch import Call, Launch, Of, Plan
+from . import counters
 from .config import HopperConfig, find
-from .counters import counter_of
 
 ROWS = 64  # of a consumer warpgroup
 
@@ -38,7 +38,7 @@ def forward(problem: AttentionProblem, tensors: AttentionTensors) -> Forward:
         if nothing:
             return out.zero_(), lse
         t = t if fit is None else fit(t)
-        plan((*t, out, lse, counter_of(device) if config.dynamic else None))
+        plan((*t, out, lse, counters.counter_of(device) if config.dynamic else None))
         return out, lse
 
     return run
