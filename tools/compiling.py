@@ -20,9 +20,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -157,28 +158,32 @@ WANTED = {
 }
 
 
-def call(kernel: str, p: AttentionProblem, t: AttentionTensors, given: Any = None) -> Any:
-    """Launches ``kernel`` through the backend; ``given`` is a backward's (out, lse, dout)."""
+def prepared(
+    kernel: str, p: AttentionProblem, t: AttentionTensors, given: Any = None
+) -> Callable[[], Any]:
+    """What launches ``kernel`` through the backend; ``given`` is a backward's (out, lse, dout)."""
     from tilewise.backends.gluon import GluonBackend
     from tilewise.backends.triton import TritonBackend
 
-    if kernel == "fwd_sm90":
-        return GluonBackend().forward(p, t, "fa3")(t)
-    algorithm = "fa1" if kernel.startswith("fa1") else "fa2"
-    backend = TritonBackend()
-    if kernel in ("fwd", "fa1_fwd"):
-        return backend.forward(p, t, algorithm)(t)
+    backend = (
+        GluonBackend() if kernel in ("fwd_sm90", "bwd_sm90", "bwd_convert") else TritonBackend()
+    )
+    algorithm = "fa1" if kernel.startswith("fa1") else backend.algorithms[0]
+    if kernel in ("fwd_sm90", "fwd", "fa1_fwd"):
+        return partial(backend.forward(p, t, algorithm), t)
     if given is None:
         out = torch.empty(*t.q.shape[:-1], p.head_dim_v, dtype=t.q.dtype, device=t.q.device)
         shape = (p.batch, p.nheads, p.seqlen_q)
         shape = (p.nheads, t.q.shape[0]) if p.layout == VARLEN else shape
         given = out, torch.empty(shape, dtype=torch.float32, device=t.q.device), out
     out, lse, dout = given
-    if kernel in ("bwd_sm90", "bwd_convert"):
-        run = GluonBackend().backward(p, t, dout, Wanted(), "fa3")
-    else:
-        run = backend.backward(p, t, dout, WANTED[kernel], algorithm)
-    return run(t, out, lse, dout, None)
+    run = backend.backward(p, t, dout, WANTED.get(kernel, Wanted()), algorithm)
+    return partial(run, t, out, lse, dout, None)
+
+
+def call(kernel: str, p: AttentionProblem, t: AttentionTensors, given: Any = None) -> Any:
+    """Launches it."""
+    return prepared(kernel, p, t, given)()
 
 
 class _GpuTensor(torch.Tensor):

@@ -17,6 +17,7 @@ OPTIONS = {
     "bias_of_rows": {"attn_bias": draw(1, 2, 9, 1, seed=6)},
     "dropout": {"dropout_p": 0.4, "seed": torch.tensor([3])},
     "varlen": {"causal": True},
+    "no_rows": {},
 }
 
 
@@ -41,7 +42,8 @@ def test_equal_bits_and_nothing_made_anew(name, made, triton_engine, small_tiles
     cu = torch.tensor([0, 5, 9], dtype=torch.int32)
 
     def call():
-        q, k, v = leaves = [draw(2, 9, 2, 16, seed=i).requires_grad_() for i in range(3)]
+        rows = 0 if name == "no_rows" else 9
+        q, k, v = leaves = [draw(2, rows, 2, 16, seed=i).requires_grad_() for i in range(3)]
         more = {n: x.clone().requires_grad_() for n, x in options.items() if n == "sink"}
         if name == "varlen":
             found = flash_attn_varlen_func(

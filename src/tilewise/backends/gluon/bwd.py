@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from ...kernels.gluon.bwd_sm90 import KEYS, flash_bwd_sm90_kernel
 from ...kernels.triton.bwd_convert import flash_bwd_convert_kernel
 from ..base import AttentionTensors, Backward, Gradients, Wanted
 from ..triton import launch
-from ..triton.bwd import NAMES, preprocess, room_like, statistics
+from ..triton.bwd import NAMES, preprocess, room_like, statistics, statistics_shape
 from ..triton.launch import Call, Launch, Of, Plan
 from ..triton.operands import operand_gradients
 from .fwd import unfit_for_tma
@@ -46,6 +47,9 @@ def backward(
     new_dq, new_dk, new_dv = map(room_like, tensors[:3])
     new_lse, new_delta = statistics(p, tensors.q)
     block_m, block_d = (128, 64) if p.head_dim <= 64 else (64, 128)
+    heads, rows = statistics_shape(p, tensors.q)
+    shape = (heads * rows * block_d // 32, 32)
+    new_sum = partial(torch.zeros, shape, dtype=torch.float32, device=device)
     fits = launch.suits_tma(dout)
 
     def make(call: Call) -> list[Launch]:
@@ -64,10 +68,9 @@ def backward(
         dout = dout if fits else dout.contiguous()
         dlse = None if dlse is None else dlse.contiguous()
         dq, dk, dv = new_dq(), new_dk(), new_dv()
-        lse_padded, delta = new_lse(), new_delta()
-        sums = delta.numel() * block_d // 32
-        dq_sum = torch.zeros(sums, 32, dtype=torch.float32, device=device)
-        call = (*t, out, lse, dout, dlse, lse_padded, delta, dq, dk, dv, dq_sum)
+        call = (
+            *t, out, lse, dout, dlse, new_lse(), new_delta(), dq, dk, dv, new_sum(),
+        )  # fmt: skip
         plan(call)
         if p.softmax_scale < 0:
             dq.neg_()

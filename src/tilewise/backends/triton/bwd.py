@@ -22,7 +22,6 @@ from .operands import operand_gradients
 
 STATISTICS_BLOCK: int = _STATISTICS_BLOCK.value
 
-
 GIVEN = (*AttentionTensors._fields, "out", "lse", "dout", "dlse")
 NAMES = (*GIVEN, "lse_padded", "delta", "dq", "dk", "dv")
 
@@ -76,16 +75,23 @@ def room_like(x: Tensor) -> Callable[[], Tensor]:
     return launch.room(x.shape, x.dtype, x.device)
 
 
-def statistics(p: AttentionProblem, q: Tensor) -> tuple[Callable[[], Tensor], ...]:
-    """What makes room for lse in the kernels' unit, in two parts where it is natural, and for
-    delta: (parts * heads, padded rows), float32."""
+def statistics_shape(p: AttentionProblem, q: Tensor) -> tuple[int, int]:
+    """(heads, rows) of a row's statistics, padded."""
     block = STATISTICS_BLOCK
     if p.layout == VARLEN:
-        heads, rows = p.nheads, (q.shape[0] // block + p.batch) * block
-    else:
-        heads, rows = p.batch * p.nheads, -(-p.seqlen_q // block) * block
+        return p.nheads, (q.shape[0] // block + p.batch) * block
+    return p.batch * p.nheads, -(-p.seqlen_q // block) * block
+
+
+def statistics(p: AttentionProblem, q: Tensor) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
+    """What makes room for lse in the kernels' unit, in two parts where it is natural, and for
+    delta: (parts * heads, rows), float32."""
+    heads, rows = statistics_shape(p, q)
     parts = 2 if launch.natural(p) else 1
-    return tuple(launch.room((n * heads, rows), torch.float32, q.device) for n in (parts, 1))
+    return (
+        launch.room((parts * heads, rows), torch.float32, q.device),
+        launch.room((heads, rows), torch.float32, q.device),
+    )
 
 
 def preprocess(p: AttentionProblem, call: Call, for_wgmma: bool = False) -> list[Launch]:

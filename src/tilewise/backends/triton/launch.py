@@ -151,7 +151,8 @@ class Plan:
                 one(call)
         if first:
             found = [one.direct(self._names) for one in self._launches]
-            self._direct = None if None in found else found  # type: ignore[assignment]
+            if found and None not in found:
+                self._direct = found  # type: ignore[assignment]
 
 
 def tensors_of(call: Call) -> AttentionTensors:
