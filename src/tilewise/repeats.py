@@ -3,12 +3,14 @@
 All that ``arguments`` checks, and which ``Kind`` a call is of, follows from the layouts of its
 tensors, from its options and from a few flags of torch. A call that was taken is remembered by
 these; one like it needs a single look-up. What stands in a tensor is no part of it: a call whose
-checks or operands depend on that, or whose tensors are cast or reshaped first, is not remembered.
+checks or operands depend on that, or whose operands are brought to another form first, is not
+remembered.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -32,16 +34,21 @@ class Repeat(NamedTuple):
 
     Attributes:
         kind: its kind.
+        cast: to which dtype autocast casts q, k and v; None where it casts nothing.
         draws: whether it draws a seed for dropout.
         return_lse: whether the user gets lse too.
     """
 
     kind: Kind
+    cast: torch.dtype | None
     draws: bool
     return_lse: bool
 
     def __call__(self, t: AttentionTensors) -> Tensor | tuple[Tensor, Tensor]:
         """What the user gets."""
+        if self.cast is not None:
+            q, k, v = (x.to(self.cast) for x in t[:3])
+            t = t._replace(q=q, k=k, v=v)
         if self.draws:
             t = t._replace(seed=draw_seed(t.q.device))
         out, lse = autograd.eager(self.kind, t)
@@ -109,11 +116,11 @@ def remember(
         return
     if options.validate or options.return_attn_probs:
         return
+    cast = None if all(map(is_, t[:3], taken[:3])) else taken.q.dtype
     draws = options.seed is None and taken.seed is not None
-    as_given = (
-        a is b for a, b in zip(t, taken._replace(seed=None) if draws else taken, strict=True)
-    )
+    as_given = map(is_, t[3:], (*taken[3:-1], None if draws else taken.seed))
     immutable = (type(x) in _IMMUTABLE for x in (*scalars, *options.window_size))
     if all(as_given) and all(immutable) and all(map(kinds.is_plain, t)):
-        repeat = Repeat(kinds.kind_of(taken, taken_scalars), draws, bool(options.return_lse))
+        kind = kinds.kind_of(taken, taken_scalars)
+        repeat = Repeat(kind, cast, draws, bool(options.return_lse))
         kinds.keep(_known, _key(t, scalars, options.window_size), repeat)

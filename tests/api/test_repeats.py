@@ -147,7 +147,21 @@ def test_autocast_casts_after_calls_without_it_and_not_after(only_the_short_way)
         assert flash_attn_func(q, k, v).dtype == torch.float16
 
 
-def test_autocast_of_another_device_is_none(monkeypatch):
+def test_a_call_that_autocast_casts_is_repeated_with_its_gradients(only_the_short_way):
+    def call():
+        q, k, _ = leaves = qkv(needs_grad=True)
+        v = leaves[2].bfloat16()
+        with torch.autocast("cpu", torch.bfloat16):
+            out = flash_attn_func(q, k, v)
+        return out, *torch.autograd.grad(out.float().square().sum(), leaves)
+
+    first = call()
+    assert [x.dtype for x in first] == [torch.bfloat16, *[torch.float32] * 3]
+    with only_the_short_way():
+        assert same(call(), first)
+
+
+def test_autocast_of_another_device_is_none():
     q, k, v = qkv()
     torch.set_autocast_enabled("cuda", True)
     try:
