@@ -73,6 +73,7 @@ def loads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
         return replace(found(*arguments), use_tma=request.param == "tma")
 
     monkeypatch.setattr(lookup, "config", config)
+    monkeypatch.setattr(lookup, "epoch", object())
     return request.param
 
 
@@ -80,6 +81,7 @@ def loads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles that compile in a moment: for what does not depend on the tile."""
     monkeypatch.setattr(lookup, "config", lambda *_: TileConfig(32, 32, 4, 1))
+    monkeypatch.setattr(lookup, "epoch", object())
 
 
 @pytest.fixture(autouse=True)

@@ -20,9 +20,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,6 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 from tilewise.backends import base
 from tilewise.backends.base import AttentionTensors, Wanted
+from tilewise.backends.gluon import counters
 from tilewise.core.config import TileConfig
 from tilewise.core.mask import MaskSpec
 from tilewise.core.problem import DENSE, VARLEN, AttentionProblem
@@ -156,26 +158,32 @@ WANTED = {
 }
 
 
-def call(kernel: str, p: AttentionProblem, t: AttentionTensors, given: Any = None) -> Any:
-    """Launches ``kernel`` through the backend; ``given`` is a backward's (out, lse, dout)."""
+def prepared(
+    kernel: str, p: AttentionProblem, t: AttentionTensors, given: Any = None
+) -> Callable[[], Any]:
+    """What launches ``kernel`` through the backend; ``given`` is a backward's (out, lse, dout)."""
     from tilewise.backends.gluon import GluonBackend
     from tilewise.backends.triton import TritonBackend
 
-    if kernel == "fwd_sm90":
-        return GluonBackend().fwd(p, t, "fa3")
-    algorithm = "fa1" if kernel.startswith("fa1") else "fa2"
-    backend = TritonBackend()
-    if kernel in ("fwd", "fa1_fwd"):
-        return backend.fwd(p, t, algorithm)
+    backend = (
+        GluonBackend() if kernel in ("fwd_sm90", "bwd_sm90", "bwd_convert") else TritonBackend()
+    )
+    algorithm = "fa1" if kernel.startswith("fa1") else backend.algorithms[0]
+    if kernel in ("fwd_sm90", "fwd", "fa1_fwd"):
+        return partial(backend.forward(p, t, algorithm), t)
     if given is None:
         out = torch.empty(*t.q.shape[:-1], p.head_dim_v, dtype=t.q.dtype, device=t.q.device)
         shape = (p.batch, p.nheads, p.seqlen_q)
         shape = (p.nheads, t.q.shape[0]) if p.layout == VARLEN else shape
         given = out, torch.empty(shape, dtype=torch.float32, device=t.q.device), out
     out, lse, dout = given
-    if kernel in ("bwd_sm90", "bwd_convert"):
-        return GluonBackend().bwd(p, t, out, lse, dout, None, Wanted(), "fa3")
-    return backend.bwd(p, t, out, lse, dout, None, WANTED[kernel], algorithm)
+    run = backend.backward(p, t, dout, WANTED.get(kernel, Wanted()), algorithm)
+    return partial(run, t, out, lse, dout, None)
+
+
+def call(kernel: str, p: AttentionProblem, t: AttentionTensors, given: Any = None) -> Any:
+    """Launches it."""
+    return prepared(kernel, p, t, given)()
 
 
 class _GpuTensor(torch.Tensor):
@@ -254,6 +262,7 @@ def no_device(arch: str) -> Iterator[list[Launch]]:
         (torch.cuda, "is_available", lambda: True),
         (torch.cuda, "device", lambda device: nullcontext()),
         (torch.version, "hip", "6.4" if amd else None),
+        (counters, "counter_of", lambda device: torch.zeros(1, dtype=torch.int32, device=device)),
     )
     kept = [(owner, name, getattr(owner, name)) for owner, name, _ in stand_ins]
     kernels = []

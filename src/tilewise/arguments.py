@@ -281,7 +281,7 @@ def _bias(bias: Tensor | None, q: Tensor, full: tuple[int, int, int, int]) -> Te
             f"shape {tuple(bias.shape)}",
             f"must broadcast to (batch, nheads, seqlen_q, seqlen_k) = {full}",
         )
-    return bias.reshape(shape)
+    return bias if bias.dim() == 4 else bias.reshape(shape)
 
 
 def _number(name: str, x: object) -> float:
@@ -392,11 +392,16 @@ def _seed(options: Options, q: Tensor) -> Tensor | None:
     if options.dropout_p == 0:
         return None
     if isinstance(seed, Tensor):
-        return seed.reshape(1)
+        return seed if seed.dim() == 1 else seed.reshape(1)
     if seed is None:
-        return torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=q.device)
+        return draw_seed(q.device)
     signed = (seed + 2**63) % 2**64 - 2**63
     return torch.full((1,), signed, dtype=torch.int64, device=q.device)
+
+
+def draw_seed(device: torch.device) -> Tensor:
+    """A seed of dropout from torch's generator."""
+    return torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=device)
 
 
 def _name(argument: str, name: object, known: Iterable[str]) -> str:

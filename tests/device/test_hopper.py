@@ -6,7 +6,7 @@ import pytest
 import torch
 from kernels.gluon import test_fwd_sm90 as emulated
 
-from tilewise import testing
+from tilewise import flash_attn_func, testing
 from tilewise.testing import make_inputs
 
 from .tools import HALF, draw, name_of, packed, qkv, results, same_bits
@@ -122,3 +122,51 @@ def test_long_rows_and_many_tiles():
     want = testing.run(**inputs, backend="triton", backward=False)
     torch.testing.assert_close(got.lse, want.lse, rtol=0, atol=1e-4)
     torch.testing.assert_close(got.out, want.out, rtol=0, atol=2**-7)
+
+
+def test_launches_on_several_streams_at_once_share_no_counter():
+    calls = [qkv(sq=1500 + 50 * n, sk=1500, d=64) | {"causal": True} for n in range(4)]
+    want = [results(x, **GLUON) for x in calls]
+    streams = [torch.cuda.Stream() for _ in calls]
+    torch.cuda.synchronize()
+    for _ in range(20):
+        got = []
+        for stream, x in zip(streams, calls, strict=True):
+            with torch.cuda.stream(stream):
+                got.append(results(x, **GLUON))
+        torch.cuda.synchronize()
+        for a, b in zip(got, want, strict=True):
+            assert torch.equal(a["out"], b["out"]) and torch.equal(a["lse"], b["lse"])
+
+
+def test_two_replays_at_once_of_graphs_captured_on_one_stream():
+    calls = [qkv(sq=1500 + 50 * n, sk=1500, d=64) | {"causal": True} for n in range(2)]
+    want = [flash_attn_func(**x, **GLUON) for x in calls]
+    torch.cuda.synchronize()
+    graphs, got = [], []
+    for x in calls:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            got.append(flash_attn_func(**x, **GLUON))
+        graphs.append(graph)
+    streams = [torch.cuda.Stream() for _ in graphs]
+    for _ in range(20):
+        for x in got:
+            x.fill_(torch.nan)
+        torch.cuda.synchronize()
+        for graph, stream in zip(graphs, streams, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+        torch.cuda.synchronize()
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_a_graph_that_torch_compile_captures_holds_no_counter():
+    x = qkv(sq=300, sk=300, d=64)
+    compiled = torch.compile(
+        lambda q, k, v: flash_attn_func(q, k, v, causal=True, **GLUON) * 2, mode="reduce-overhead"
+    )
+    want = 2 * flash_attn_func(**x, causal=True, **GLUON)
+    with torch.no_grad():
+        for _ in range(5):
+            assert torch.equal(compiled(*(x[n] for n in "qkv")), want)

@@ -23,7 +23,7 @@ def qkv(sq=9, sk=11, dtype=torch.float64):
 def spied(monkeypatch):
     """Records what each backward is asked for and what it hands back."""
     calls = []
-    for backend in BACKENDS.values():
+    for backend in (BACKENDS["cpu"], BACKENDS["reference"]):
         original = type(backend).bwd
 
         def bwd(self, problem, tensors, out, lse, dout, dlse, wanted, algorithm, original=original):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -13,8 +14,7 @@ from ..core.problem import AttentionProblem
 from ..formats import varlen
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionTensors:
+class AttentionTensors(NamedTuple):
     """The tensors of one call; an operand that is absent is None.
 
     Attributes:
@@ -108,8 +108,18 @@ def lse_dtype(t: AttentionTensors) -> torch.dtype:
     return torch.float64 if t.q.device.type == "cpu" or not half or biased else torch.float32
 
 
+Forward = Callable[[AttentionTensors], tuple[Tensor, Tensor]]
+Backward = Callable[[AttentionTensors, Tensor, Tensor, Tensor, Tensor | None], Gradients]
+
+
 class Backend(Protocol):
-    """One way to compute attention."""
+    """One way to compute attention.
+
+    What it hands out are functions, each of which then serves every call of one kind: with equal
+    scalars, and with tensors of equal dtypes, shapes, strides and devices, whose addresses leave
+    equal rests by 16. A function holds none of the tensors that it was asked for with, looks at the
+    values that are on the host each time, and may be called by several threads at once.
+    """
 
     @property
     def name(self) -> str:
@@ -130,11 +140,37 @@ class Backend(Protocol):
         """The reasons against this call; empty when it can be taken."""
         ...
 
+    def forward(
+        self, problem: AttentionProblem, tensors: AttentionTensors, algorithm: str
+    ) -> Forward:
+        """A function of the tensors that returns out, contiguous in q's dtype, and lse, (batch,
+        nheads, seqlen_q) or (nheads, total_q)."""
+        ...
+
+    def backward(
+        self,
+        problem: AttentionProblem,
+        tensors: AttentionTensors,
+        dout: Tensor,
+        wanted: Wanted,
+        algorithm: str,
+    ) -> Backward:
+        """A function of the tensors, out, lse, dout and dlse, or None for it, that returns the
+        gradients of <out, dout> + <lse, dlse>, contiguous, each in its input's dtype."""
+        ...
+
+
+class InTorch:
+    """A backend for whose calls nothing is worked out beforehand: torch's operators compute them.
+
+    They do so in the dtypes that the backend says, whatever torch's autocast would make of them.
+    """
+
     def fwd(
         self, problem: AttentionProblem, tensors: AttentionTensors, algorithm: str
     ) -> tuple[Tensor, Tensor]:
-        """out, contiguous in q's dtype, and lse, (batch, nheads, seqlen_q) or (nheads, total_q)."""
-        ...
+        """out and lse, as a ``Forward``."""
+        raise NotImplementedError
 
     def bwd(
         self,
@@ -147,5 +183,34 @@ class Backend(Protocol):
         wanted: Wanted,
         algorithm: str,
     ) -> Gradients:
-        """Gradients of <out, dout> + <lse, dlse>, contiguous, each in its input's dtype."""
-        ...
+        """The gradients, as a ``Backward``."""
+        raise NotImplementedError
+
+    def forward(
+        self, problem: AttentionProblem, tensors: AttentionTensors, algorithm: str
+    ) -> Forward:
+        """See ``Backend.forward``."""
+
+        def run(t: AttentionTensors) -> tuple[Tensor, Tensor]:
+            with torch.autocast(problem.device, enabled=False):
+                return self.fwd(problem, t, algorithm)
+
+        return run
+
+    def backward(
+        self,
+        problem: AttentionProblem,
+        tensors: AttentionTensors,
+        dout: Tensor,
+        wanted: Wanted,
+        algorithm: str,
+    ) -> Backward:
+        """See ``Backend.backward``."""
+
+        def run(
+            t: AttentionTensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
+        ) -> Gradients:
+            with torch.autocast(problem.device, enabled=False):
+                return self.bwd(problem, t, out, lse, dout, dlse, wanted, algorithm)
+
+        return run

@@ -28,7 +28,7 @@ derivative of ``backward``.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ from torch import Tensor
 from ..core import features
 from ..core.problem import VARLEN, AttentionProblem
 from ..formats import philox, varlen
-from .base import AttentionTensors, Gradients, Wanted, lse_dtype, packed_sequences
+from .base import AttentionTensors, Gradients, InTorch, Wanted, lse_dtype, packed_sequences
 
 NEG_INF = float("-inf")
 
@@ -236,8 +236,7 @@ def _one_sequence(t: AttentionTensors, rows: varlen.SequenceRows) -> AttentionTe
         bias = bias[None, :, q_rows, : rows.k_stop - rows.k_start]
     if slopes is not None and slopes.dim() == 2:
         slopes = slopes[rows.index]
-    return replace(
-        t,
+    return t._replace(
         q=t.q[None, q_rows],
         k=t.k[None, k_rows],
         v=t.v[None, k_rows],
@@ -314,7 +313,7 @@ def attention_backward(
     return grads
 
 
-class ReferenceBackend:
+class ReferenceBackend(InTorch):
     """The definition as a backend. Taken by name only: it holds O(N^2) scores in memory."""
 
     name = "reference"
@@ -330,7 +329,7 @@ class ReferenceBackend:
     def fwd(
         self, problem: AttentionProblem, tensors: AttentionTensors, algorithm: str
     ) -> tuple[Tensor, Tensor]:
-        """See ``Backend.fwd``."""
+        """See ``InTorch.fwd``."""
         dtype = compute_dtype(tensors.q.dtype)
         out, lse, _ = attention(problem, tensors, dtype)
         return out.to(tensors.q.dtype).contiguous(), lse.to(lse_dtype(tensors)).contiguous()
@@ -346,7 +345,7 @@ class ReferenceBackend:
         wanted: Wanted,
         algorithm: str,
     ) -> Gradients:
-        """See ``Backend.bwd``."""
+        """See ``InTorch.bwd``."""
         t = tensors
         g = attention_backward(problem, t, dout, dlse, compute_dtype(t.q.dtype))
 

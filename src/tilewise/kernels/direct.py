@@ -9,9 +9,10 @@ address. What is called in the end is Triton's own C function.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-MOST_MAPS = 64  # encoded descriptors kept for each argument
+MOST_MAPS = 1024  # encoded descriptors kept for each argument
 
 
 def _c_function(launcher: Any) -> Any:
@@ -23,6 +24,20 @@ def _c_function(launcher: Any) -> Any:
     return function
 
 
+class _Maps(dict[int, Any]):
+    """Encoded descriptors of one argument by address, encoded when first asked for."""
+
+    def __init__(self, template: Any, meta: dict[str, Any]) -> None:
+        super().__init__()
+        self._template, self._meta = template, meta
+
+    def __missing__(self, address: int) -> Any:
+        if len(self) >= MOST_MAPS:
+            self.clear()
+        found = self[address] = _encoded(self._template, self._meta, address)
+        return found
+
+
 class Direct:
     """One compiled kernel with the arguments that stay.
 
@@ -30,58 +45,52 @@ class Direct:
         compiled: Triton's compiled kernel, launched before.
         grid: number of programs.
         values: the kernel's arguments in order; at the places below, anything.
-        tensors: (place, name) of tensors.
-        descriptors: (place, name, template) of descriptors.
+        tensors: (place, number) of tensors, numbered as a call gives them.
+        descriptors: (place, number, template) of descriptors.
     """
 
-    __slots__ = ("_before", "_descriptors", "_flat", "_launch", "_tensors")
+    __slots__ = ("_arguments", "_descriptors", "_launch", "_tensors")
 
     def __init__(
         self,
         compiled: Any,
         grid: int,
         values: list[Any],
-        tensors: list[tuple[int, str]],
-        descriptors: list[tuple[int, str, Any]],
+        tensors: list[tuple[int, int]],
+        descriptors: list[tuple[int, int, Any]],
     ) -> None:
         launcher = compiled.run
         metas = iter(getattr(compiled.metadata, "tensordesc_meta", None) or ())
-        templates = {place: (name, template) for place, name, template in descriptors}
+        templates = {place: (number, template) for place, number, template in descriptors}
         self._launch = _c_function(launcher)
-        self._flat: list[Any] = []
-        self._descriptors: list[tuple[int, str, Any, Any, dict[int, Any]]] = []
+        # of the C function; None: the stream, which each call gives, then scratch and hooks
+        arguments: list[Any] = [
+            grid, 1, 1, None,
+            compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl,
+            None, None, compiled.packed_metadata, None, None, None,
+        ]  # fmt: skip
+        self._descriptors: list[tuple[int, int, _Maps]] = []
         at = []
         for place, value in enumerate(values):
-            at.append(len(self._flat))
+            at.append(len(arguments))
             if place in templates:
-                name, template = templates[place]
-                self._descriptors.append((at[place], name, template, next(metas), {}))
-                self._flat += [None, *template.shape, *template.strides]
+                number, template = templates[place]
+                self._descriptors.append((at[place], number, _Maps(template, next(metas))))
+                arguments += [None, *template.shape, *template.strides]
             else:
-                self._flat.append(value)
-        self._tensors = [(at[place], name) for place, name in tensors]
-        # what comes before the kernel's arguments, the stream left out; None: scratch and hooks
-        self._before = (
-            (grid, 1, 1),
-            (compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl),
-            (None, None, compiled.packed_metadata, None, None, None),
-        )
+                arguments.append(value)
+        self._tensors = [(at[place], number) for place, number in tensors]
+        self._arguments = arguments
 
-    def __call__(self, stream: int, tensors: dict[str, Any]) -> None:
+    def __call__(self, stream: int, tensors: Sequence[Any]) -> None:
         """Launches on a stream of the current device."""
-        flat = self._flat.copy()
-        for place, name in self._tensors:
-            flat[place] = tensors[name].data_ptr()
-        for place, name, template, meta, maps in self._descriptors:
-            address = tensors[name].data_ptr()
-            encoded = maps.get(address)
-            if encoded is None:
-                if len(maps) >= MOST_MAPS:
-                    maps.clear()
-                encoded = maps[address] = _encoded(template, meta, address)
-            flat[place] = encoded
-        grid, function, more = self._before
-        self._launch(*grid, stream, *function, *more, *flat)
+        arguments = self._arguments.copy()
+        arguments[3] = stream
+        for place, number in self._tensors:
+            arguments[place] = tensors[number].data_ptr()
+        for place, number, maps in self._descriptors:
+            arguments[place] = maps[tensors[number].data_ptr()]
+        self._launch(*arguments)
 
 
 def _encoded(template: Any, meta: dict[str, Any], address: int) -> Any:

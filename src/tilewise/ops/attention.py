@@ -6,15 +6,15 @@ forward and backward may be taken by different ones.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..backends import reference
-from ..backends.base import Wanted, lse_dtype
-from ..dispatch import BACKENDS, choose
+from ..backends.base import lse_dtype
+from ..dispatch import choose
+from .kinds import kind_of
 from .schema import ARGUMENTS, NUM_ARGUMENTS, describe, split
 
 NAMESPACE = "tilewise"
@@ -37,74 +37,35 @@ flash_attn_probs = torch.ops.tilewise.flash_attn_probs.default
 
 def _fwd(*arguments: Any) -> tuple[Tensor, Tensor]:
     tensors, scalars = split(arguments)
-    problem = describe(tensors, scalars, needs_grad=False)
-    choice = choose(problem, scalars.backend, scalars.algorithm)
-    with torch.autocast(problem.device, enabled=False):
-        return BACKENDS[choice.backend].fwd(problem, tensors, choice.algorithm)
+    return kind_of(tensors, scalars).forward(tensors)
 
 
 def _bwd(dout: Tensor, dlse: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
     tensors, scalars = split(rest)
     out, lse, wanted = rest[NUM_ARGUMENTS:]
-    problem = describe(tensors, scalars, needs_grad=True)
-    choice = choose(problem, scalars.backend, scalars.algorithm)
-    with torch.autocast(problem.device, enabled=False):
-        g = BACKENDS[choice.backend].bwd(
-            problem, tensors, out, lse, dout, dlse, Wanted(*wanted), choice.algorithm
-        )
+    run = kind_of(tensors, scalars).backward(tensors, dout, dlse, tuple(wanted))
+    assert run is not None  # what is not plain does not come here
+    g = run(tensors, _as_made(out), _as_made(lse), dout, dlse)
     nothing = tensors.q.new_empty(0)
     return tuple(nothing.clone() if x is None else x for x in (g.dq, g.dk, g.dv, g.dbias, g.dsink))
 
 
-def run_fwd(arguments: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
-    """``flash_attn_fwd`` below autograd, past torch's dispatcher where nothing watches it."""
-    if _watched(arguments):
-        with torch._C._AutoDispatchBelowAutograd():
-            return flash_attn_fwd(*arguments)
-    return _fwd(*arguments)
+def _as_made(x: Tensor) -> Tensor:
+    """x as a forward makes out and lse: contiguous, at an address that is a multiple of 16."""
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() & 15 else x
 
 
-def run_bwd(arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
+def fwd_below_autograd(arguments: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+    """``flash_attn_fwd``, whose derivative something else knows."""
+    with torch._C._AutoDispatchBelowAutograd():
+        return flash_attn_fwd(*arguments)
+
+
+def bwd_below_autograd(arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
     """``flash_attn_bwd``, likewise."""
-    if _watched(arguments):
-        with torch._C._AutoDispatchBelowAutograd():
-            return flash_attn_bwd(*arguments)
-    return _bwd(*arguments)
-
-
-def _watched(arguments: tuple[Any, ...]) -> bool:
-    """Whether torch's dispatcher may have something to do for this call: a mode, a profiler, a
-    tracer, or a tensor that is not plain memory on a CPU or GPU (a subclass, a batch of
-    torch's old vmap, one with a lazy negation, one of the meta device). To go through it costs as
-    much as all the rest of a call."""
-    return (
-        torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._len_torch_function_stack() > 0
-        or torch._C._autograd._profiler_enabled()
-        or torch._C._get_tracing_state() is not None
-        or torch._C._dispatch_tls_local_include_set().raw_repr() != _INCLUDED
-        or not all(_is_plain(x) for x in arguments if isinstance(x, Tensor))
-    )
-
-
-def _is_plain(x: Tensor) -> bool:
-    return type(x) in (Tensor, torch.nn.Parameter) and (
-        torch._C._dispatch_keys(x).raw_repr() in _keys_of_plain_tensors(x.device.type)
-    )
-
-
-@cache
-def _keys_of_plain_tensors(device: str) -> frozenset[int]:
-    """What torch dispatches by for dense memory on a device, outside inference mode and inside."""
-    found = []
-    for inference in (False, True):
-        with torch.inference_mode(inference):
-            found.append(torch._C._dispatch_keys(torch.empty(0, device=device)).raw_repr())
-    return frozenset(found if device in ("cpu", "cuda") else ())
-
-
-# Keys that every call has, whatever its tensors; a transform or a mode in C++ adds its own.
-_INCLUDED = torch._C._dispatch_tls_local_include_set().raw_repr()
+    with torch._C._AutoDispatchBelowAutograd():
+        return flash_attn_bwd(*arguments)
 
 
 def _probs(*arguments: Any) -> Tensor:

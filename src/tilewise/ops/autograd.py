@@ -1,8 +1,9 @@
-"""Derivatives of the operators, told to torch twice.
+"""Derivatives of the operators, told to torch three times.
 
-torch's ``register_autograd`` serves torch.compile. Eager mode, for its speed, and
-torch.func's transforms take an ``autograd.Function`` with ``setup_context`` and ``vmap``:
-``Attention``, of the same rules.
+torch's ``register_autograd`` serves torch.compile. torch.func's transforms, and whatever else
+watches the dispatcher, take an ``autograd.Function`` with ``setup_context`` and ``vmap``:
+``Attention``, of the same rules. An eager call takes ``EagerAttention``, which goes past the
+dispatcher: that costs as much as all the rest of a call.
 
 The backward of the backward is the derivative of the reference formulas: a composite that holds
 O(N^2) memory.
@@ -17,18 +18,20 @@ import torch
 from torch import Tensor
 
 from ..backends import reference
+from ..backends.base import AttentionTensors
 from ..dispatch import choose
 from . import vmap
 from .attention import (
     DIFFERENTIABLE,
     NAMESPACE,
+    bwd_below_autograd,
     flash_attn_bwd,
     flash_attn_fwd,
+    fwd_below_autograd,
     library,
-    run_bwd,
-    run_fwd,
 )
-from .schema import NUM_ARGUMENTS, NUM_TENSORS, describe, split
+from .kinds import Kind, is_plain, kind_of, watched
+from .schema import NUM_ARGUMENTS, NUM_TENSORS, Scalars, describe, split
 
 
 def _fwd_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -107,7 +110,7 @@ class AttentionBackward(torch.autograd.Function):
     def forward(*arguments: Any) -> tuple[Tensor, ...]:
         """The operator."""
         *rest, wanted = arguments
-        return run_bwd((*rest, list(wanted)))
+        return bwd_below_autograd((*rest, list(wanted)))
 
     setup_context = staticmethod(_bwd_context)
     backward = staticmethod(_bwd_backward)
@@ -122,7 +125,7 @@ def _differentiable_bwd(*arguments: Any) -> Any:
     """The backward: differentiable in its turn where that may be asked for."""
     if torch.is_grad_enabled() or _transformed():
         return AttentionBackward.apply(*arguments[:-1], tuple(arguments[-1]))
-    return run_bwd(arguments)
+    return bwd_below_autograd(arguments)
 
 
 class Attention(torch.autograd.Function):
@@ -131,7 +134,7 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
         """The operator."""
-        return run_fwd(arguments)
+        return fwd_below_autograd(arguments)
 
     setup_context = staticmethod(_fwd_context)
 
@@ -147,16 +150,41 @@ class Attention(torch.autograd.Function):
 
 
 class EagerAttention(torch.autograd.Function):
-    """``Attention`` in the form that costs least to call and knows no transforms."""
+    """The call of a kind that nothing watches, with as little Python as a call can have."""
 
     @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
-        """The operator."""
-        found = run_fwd(arguments)
-        _fwd_context(ctx, arguments, found)
-        return found
+    def forward(
+        ctx: Any, kind: Kind, t: AttentionTensors, *differentiable: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """The backend's. What may have a gradient is given once more, for autograd to see."""
+        out, lse = kind.forward(t)
+        ctx.save_for_backward(*t, out, lse)
+        ctx.kind = kind
+        ctx.hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        ctx.set_materialize_grads(False)
+        return out, lse
 
-    backward = Attention.backward
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+        """The backend's; where somebody watches now, or what was saved went through somebody's
+        hands, the rule of ``Attention``."""
+        *given, out, lse = ctx.saved_tensors
+        if dout is None and dlse is None:
+            return (None,) * 7
+        t, kind, wanted = AttentionTensors(*given), ctx.kind, ctx.needs_input_grad[2:]
+        dout = torch.zeros_like(out) if dout is None else dout
+        run = None
+        if not (ctx.hooked or torch.is_grad_enabled() or watched()):
+            run = kind.backward(t, dout, dlse, wanted)
+        if run is not None:
+            g = run(t, out, lse, dout, dlse)
+            return None, None, g.dq, g.dk, g.dv, g.dbias, g.dsink
+        found = _differentiable_bwd(dout, dlse, *t, *kind.scalars, out, lse, list(wanted))
+        return None, None, *(x if w else None for x, w in zip(found, wanted, strict=True))
+
+
+# Function.apply below what it does for transforms of torch.func, of which there are none here
+_apply_eagerly: Any = super(torch.autograd.Function, EagerAttention).apply
 
 
 def register() -> None:
@@ -173,18 +201,29 @@ def register() -> None:
     vmap.register()
 
 
-def attention(arguments: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
-    """out and lse: by the operator or, where a derivative may be asked for, by ``Attention``."""
+def attention(t: AttentionTensors, s: Scalars) -> tuple[Tensor, Tensor]:
+    """out and lse: by the operator, by ``Attention`` or, where nothing watches, by ``eager``."""
     if torch.compiler.is_compiling():
-        call: Callable[..., Any] = flash_attn_fwd
-    elif _transformed():
-        call = Attention.apply
-    elif torch.is_grad_enabled():  # torch's look-up of an operator's derivative costs more
-        call = EagerAttention.apply
-    else:
-        return run_fwd(arguments)
-    found: tuple[Tensor, Tensor] = call(*arguments)
-    return found
+        return flash_attn_fwd(*t, *s)
+    if not (watched() or _transformed()) and all(map(is_plain, t)):
+        return eager(kind_of(t, s), t)
+    if _transformed() or torch.is_grad_enabled():
+        return Attention.apply(*t, *s)
+    return fwd_below_autograd((*t, *s))
+
+
+def eager(kind: Kind, t: AttentionTensors) -> tuple[Tensor, Tensor]:
+    """out and lse of a kind's call that nothing watches."""
+    if torch.is_grad_enabled() and (
+        t.q.requires_grad
+        or t.k.requires_grad
+        or t.v.requires_grad
+        or (t.attn_bias is not None and t.attn_bias.requires_grad)
+        or (t.sink is not None and t.sink.requires_grad)
+    ):
+        kind.check_differentiable(t)
+        return _apply_eagerly(kind, t, t.q, t.k, t.v, t.attn_bias, t.sink)
+    return kind.forward(t)
 
 
 def _transformed() -> bool:

@@ -58,6 +58,9 @@ _SMALL = TileConfig(32, 32, 4, 1)
 
 _PINNED: dict[str, TileConfig] = {}
 
+# Another object whenever the same call may have another configuration than before.
+epoch = object()
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -172,11 +175,13 @@ def pinned(kernel: str, config: TileConfig) -> Iterator[None]:
 
     It holds in all threads, since autograd runs a backward in one of its own.
     """
-    before = _PINNED.get(kernel)
-    _PINNED[kernel] = config
+    global epoch
+    before, epoch_before = _PINNED.get(kernel), epoch
+    _PINNED[kernel], epoch = config, object()
     try:
         yield
     finally:
+        epoch = epoch_before
         if before is None:
             del _PINNED[kernel]
         else:

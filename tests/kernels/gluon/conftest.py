@@ -41,7 +41,7 @@ def forward(monkeypatch):
     def call(q, k, v, **arguments):
         tensors, scalars = _operands(q, k, v, arguments)
         with testing.poisoned_memory():
-            out, lse = fwd.fwd(describe(tensors, scalars, needs_grad=False), tensors)
+            out, lse = fwd.forward(describe(tensors, scalars, needs_grad=False), tensors)(tensors)
         return testing.Results(out, lse)
 
     return call
@@ -71,7 +71,7 @@ def assert_gradients_agree(monkeypatch):
         dout, dlse = cotangents(out, lse)
         wanted = Wanted(dsink=tensors.sink is not None)
         with testing.poisoned_memory():
-            g = bwd.bwd(problem, tensors, out, lse, dout, dlse, wanted)
+            g = bwd.backward(problem, tensors, dout, wanted)(tensors, out, lse, dout, dlse)
         got = testing.Results(out, lse, g.dq, g.dk, g.dv, None, g.dsink)
         if against is not None:
             return got

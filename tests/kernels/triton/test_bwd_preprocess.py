@@ -27,9 +27,12 @@ def statistics(q, dout, out, lse, dlse=None, bias=None, bounds=None, used=None, 
     length = q.shape[1] if longest is None else longest
     s = Scalars(length, length, 0.0, 0.25, 0.0, -1, -1, False, "triton", "fa2")
     problem = describe(t, s, needs_grad=True)
-    lse_padded, delta = bwd.statistics(problem, q)
-    call = bwd.given(t, out, lse, dout, dlse) | {"lse_padded": lse_padded, "delta": delta}
-    launch.run(bwd.preprocess(problem, t, out, dout, dlse), call)
+    lse_padded, delta = (make() for make in bwd.statistics(problem, q))
+    dlse = None if dlse is None else dlse.contiguous()
+    call = dict(zip(bwd.GIVEN, (*t, out, lse, dout, dlse), strict=True))
+    call |= {"lse_padded": lse_padded, "delta": delta}
+    for one in bwd.preprocess(problem, call):
+        one(call)
     parts = lse_padded.double().unflatten(0, (-1, delta.shape[0]))
     assert parts.shape[0] == (2 if launch.natural(problem) else 1)
     return parts.sum(0), delta

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...core import features
 from ...core.problem import VARLEN, AttentionProblem
-from ..base import AttentionTensors, Gradients, Wanted, lse_dtype
+from ..base import AttentionTensors, Gradients, InTorch, Wanted, lse_dtype
 from . import bwd, fa1, fa2
 from .score import NEG_INF
 from .tiles import Scratch, block_sizes, make_chunk, slots, work_dtype
@@ -33,7 +33,7 @@ def _tile_elements(problem: AttentionProblem, module: ModuleType) -> int:
     return problem.group * size.BLOCK_M * size.BLOCK_N
 
 
-class CpuBackend:
+class CpuBackend(InTorch):
     """The CPU backend; see ``backends.base.Backend``."""
 
     name = "cpu"
@@ -53,7 +53,7 @@ class CpuBackend:
     def fwd(
         self, problem: AttentionProblem, tensors: AttentionTensors, algorithm: str
     ) -> tuple[Tensor, Tensor]:
-        """See ``Backend.fwd``."""
+        """See ``InTorch.fwd``."""
         q, h, dv = tensors.q, problem.nheads, problem.head_dim_v
         if problem.layout == VARLEN:
             out = q.new_zeros(q.shape[0], h, dv)
@@ -79,7 +79,7 @@ class CpuBackend:
         wanted: Wanted,
         algorithm: str,
     ) -> Gradients:
-        """See ``Backend.bwd``."""
+        """See ``InTorch.bwd``."""
         t, group = tensors, problem.group
         dtype = work_dtype(t.q.dtype)
 

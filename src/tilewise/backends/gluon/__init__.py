@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...core import features
 from ...core.problem import AttentionProblem
-from ..base import AttentionTensors, Gradients, Wanted
+from ..base import AttentionTensors, Backward, Forward, Wanted
 from ..triton import TritonBackend
 
 MAX_HEAD_DIM = 256
@@ -44,39 +44,30 @@ class GluonBackend:
         reasons += features.reasons_against(self.name, p.dtype, p.features, p.needs_grad)
         return tuple(reasons)
 
-    def fwd(
+    def forward(
         self, problem: AttentionProblem, tensors: AttentionTensors, algorithm: str
-    ) -> tuple[Tensor, Tensor]:
-        """See ``Backend.fwd``."""
-        import torch
-
+    ) -> Forward:
+        """See ``Backend.forward``."""
         from ...kernels import compat
 
         compat.check_version()
         if tensors.k.numel() == 0:  # a descriptor must have rows
-            return self._triton.fwd(problem, tensors, "fa2")
-        with torch.cuda.device(tensors.q.device):
-            from .fwd import fwd
+            return self._triton.forward(problem, tensors, "fa2")
+        from .fwd import forward
 
-            return fwd(problem, tensors)
+        return forward(problem, tensors)
 
-    def bwd(
+    def backward(
         self,
         problem: AttentionProblem,
         tensors: AttentionTensors,
-        out: Tensor,
-        lse: Tensor,
         dout: Tensor,
-        dlse: Tensor | None,
         wanted: Wanted,
         algorithm: str,
-    ) -> Gradients:
-        """See ``Backend.bwd``."""
-        import torch
-
-        from .bwd import bwd, takes
+    ) -> Backward:
+        """See ``Backend.backward``."""
+        from .bwd import backward, takes
 
         if not takes(problem):
-            return self._triton.bwd(problem, tensors, out, lse, dout, dlse, wanted, "fa2")
-        with torch.cuda.device(tensors.q.device):
-            return bwd(problem, tensors, out, lse, dout, dlse, wanted)
+            return self._triton.backward(problem, tensors, dout, wanted, "fa2")
+        return backward(problem, tensors, dout, wanted)

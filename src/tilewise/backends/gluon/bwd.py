@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,12 +12,12 @@ from ...core.problem import VARLEN, AttentionProblem
 from ...kernels import compat
 from ...kernels.gluon.bwd_sm90 import KEYS, flash_bwd_sm90_kernel
 from ...kernels.triton.bwd_convert import flash_bwd_convert_kernel
-from ..base import AttentionTensors, Gradients, Wanted
+from ..base import AttentionTensors, Backward, Gradients, Wanted
 from ..triton import launch
-from ..triton.bwd import given, preprocess, statistics
-from ..triton.launch import Launch, Of
-from ..triton.operands import add_operand_gradients
-from .fwd import for_tma
+from ..triton.bwd import NAMES, preprocess, room_like, statistics, statistics_shape
+from ..triton.launch import Call, Launch, Of, Plan
+from ..triton.operands import operand_gradients
+from .fwd import unfit_for_tma
 
 BLOCK_N: int = KEYS.value
 
@@ -33,51 +34,57 @@ def takes(p: AttentionProblem) -> bool:
     )
 
 
-def bwd(
-    problem: AttentionProblem,
-    tensors: AttentionTensors,
-    out: Tensor,
-    lse: Tensor,
-    dout: Tensor,
-    dlse: Tensor | None,
-    wanted: Wanted,
-) -> Gradients:
-    """See ``Backend.bwd``; dQ, dK and dV come from one kernel, wanted or not."""
-    p = problem
-    t = for_tma(launch.with_positive_scale(p, tensors))
-    dout = dout if launch.suits_tma(dout) else dout.contiguous()
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (t.q, t.k, t.v))
-    lse_padded, delta = statistics(p, t.q)
-    block_m, block_d = (128, 64) if p.head_dim <= 64 else (64, 128)
-    dq_sum = torch.zeros(
-        delta.numel() * block_d // 32, 32, dtype=torch.float32, device=delta.device
-    )
-    call = given(t, out, lse, dout, dlse)
-    call |= {"lse_padded": lse_padded, "delta": delta, "dq_sum": dq_sum}
-    call |= {"dq": dq, "dk": dk, "dv": dv}
+BACKWARD = (*NAMES, "dq_sum")
 
-    def make() -> list[Launch]:
+
+def backward(
+    problem: AttentionProblem, tensors: AttentionTensors, dout: Tensor, wanted: Wanted
+) -> Backward:
+    """See ``Backend.backward``; dQ, dK and dV come from one kernel, wanted or not."""
+    p, device = problem, tensors.q.device
+    fit = launch.fitting(p, tensors, unfit_for_tma(tensors))
+    more = operand_gradients(p, tensors, wanted, BACKWARD)
+    new_dq, new_dk, new_dv = map(room_like, tensors[:3])
+    new_lse, new_delta = statistics(p, tensors.q)
+    block_m, block_d = (128, 64) if p.head_dim <= 64 else (64, 128)
+    heads, rows = statistics_shape(p, tensors.q)
+    shape = (heads * rows * block_d // 32, 32)
+    new_sum = partial(torch.zeros, shape, dtype=torch.float32, device=device)
+    fits = launch.suits_tma(dout)
+
+    def make(call: Call) -> list[Launch]:
         return [
-            *preprocess(p, t, out, dout, dlse, for_wgmma=True),
-            _one_pass(p, t, call, block_m, block_d),
-            _convert(p, t, dq, block_m, block_d),
+            *preprocess(p, call, for_wgmma=True),
+            _one_pass(p, call, block_m, block_d),
+            _convert(p, call, block_m, block_d),
         ]
 
-    launch.run(launch.plans.find(("gluon_bwd", p), call, make), call)
-    if p.softmax_scale < 0:
-        dq.neg_()
-    grads = Gradients(dq, dk, dv)
-    add_operand_gradients(grads, wanted, p, t, call)
-    return grads
+    plan = Plan(BACKWARD, device, make)
+
+    def run(
+        t: AttentionTensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
+    ) -> Gradients:
+        t = t if fit is None else fit(t)
+        dout = dout if fits else dout.contiguous()
+        dlse = None if dlse is None else dlse.contiguous()
+        dq, dk, dv = new_dq(), new_dk(), new_dv()
+        call = (
+            *t, out, lse, dout, dlse, new_lse(), new_delta(), dq, dk, dv, new_sum(),
+        )  # fmt: skip
+        plan(call)
+        if p.softmax_scale < 0:
+            dq.neg_()
+        grads = Gradients(dq, dk, dv)
+        if more is not None:
+            more(grads, call)
+        return grads
+
+    return run
 
 
-def _one_pass(
-    p: AttentionProblem,
-    t: AttentionTensors,
-    call: dict[str, Tensor | None],
-    block_m: int,
-    block_d: int,
-) -> Launch:
+def _one_pass(p: AttentionProblem, call: Call, block_m: int, block_d: int) -> Launch:
+    t = launch.tensors_of(call)
+
     def rows_of(name: str, rows: int) -> Of:
         x = call[name]
         assert x is not None
@@ -119,9 +126,9 @@ def _one_pass(
     return Launch(flash_bwd_sm90_kernel, grid, arguments, options)
 
 
-def _convert(
-    p: AttentionProblem, t: AttentionTensors, dq: Tensor, block_m: int, block_d: int
-) -> Launch:
+def _convert(p: AttentionProblem, call: Call, block_m: int, block_d: int) -> Launch:
+    t, dq = launch.tensors_of(call), call["dq"]
+    assert dq is not None
     num_m_blocks = -(-p.seqlen_q // block_m)
     arguments = {
         "dq_sum": Of("dq_sum"),

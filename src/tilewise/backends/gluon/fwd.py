@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -13,40 +12,47 @@ from ...core.mask import MaskSpec
 from ...core.problem import VARLEN, AttentionProblem
 from ...kernels import compat
 from ...kernels.gluon.fwd_sm90 import flash_fwd_sm90_kernel
-from ..base import AttentionTensors
+from ..base import AttentionTensors, Forward
 from ..triton import launch
-from ..triton.launch import Launch, Of
+from ..triton.launch import Call, Launch, Of, Plan
+from . import counters
 from .config import HopperConfig, find
 
 ROWS = 64  # of a consumer warpgroup
 FEWEST_HEADS = 4  # of keys in a section, though they be more than the cache holds
 
 
-def fwd(problem: AttentionProblem, tensors: AttentionTensors) -> tuple[Tensor, Tensor]:
-    """out and lse; see ``Backend.fwd``."""
-    p = problem
-    t = for_tma(launch.with_positive_scale(p, tensors))
-    out, lse = launch.outputs(p, t)
-    if p.seqlen_q * p.nheads * p.batch == 0 or out.numel() == 0:
-        return out.zero_(), lse
+NAMES = (*AttentionTensors._fields, "out", "lse", "counter")
+
+
+def forward(problem: AttentionProblem, tensors: AttentionTensors) -> Forward:
+    """See ``Backend.forward``."""
+    p, device = problem, tensors.q.device
     config = find(p)
-    call = launch.operands(t)
-    call |= {"out": out, "lse": lse}
-    if config.dynamic:
-        call["counter"] = torch.zeros(1, dtype=torch.int32, device=out.device)
-    facts = ("gluon_fwd", p, config)
-    launch.run(launch.plans.find(facts, call, lambda: [_launch(p, t, out, config)]), call)
-    return out, lse
+    fit = launch.fitting(p, tensors, unfit_for_tma(tensors))
+    outputs = launch.outputs(p, tensors)
+    plan = Plan(NAMES, device, lambda call: [_launch(p, call, config)])
+    nothing = p.seqlen_q * p.nheads * p.batch == 0 or tensors.q.numel() == 0
+
+    def run(t: AttentionTensors) -> tuple[Tensor, Tensor]:
+        out, lse = outputs()
+        if nothing:
+            return out.zero_(), lse
+        t = t if fit is None else fit(t)
+        plan((*t, out, lse, counters.counter_of(device) if config.dynamic else None))
+        return out, lse
+
+    return run
 
 
-def for_tma(t: AttentionTensors) -> AttentionTensors:
-    """The same call, q, k and v copied where their strides are none that TMA can read."""
-    unfit = [name for name in ("q", "k", "v") if not launch.suits_tma(getattr(t, name))]
-    return replace(t, **{name: getattr(t, name).contiguous() for name in unfit}) if unfit else t
+def unfit_for_tma(t: AttentionTensors) -> tuple[str, ...]:
+    """Those of q, k and v whose strides are none that TMA can read."""
+    return tuple(name for name in ("q", "k", "v") if not launch.suits_tma(getattr(t, name)))
 
 
-def _launch(p: AttentionProblem, t: AttentionTensors, out: Tensor, config: HopperConfig) -> Launch:
-    c = config
+def _launch(p: AttentionProblem, call: Call, config: HopperConfig) -> Launch:
+    t, out, c = launch.tensors_of(call), call["out"], config
+    assert out is not None
     num_m_blocks = -(-p.seqlen_q // (c.consumers * ROWS))
     num_tiles = num_m_blocks * p.nheads * p.batch
     block_d, block_dv = widths(p)

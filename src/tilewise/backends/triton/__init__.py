@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from contextlib import AbstractContextManager, nullcontext
 
-import torch
 from torch import Tensor
 
 from ...core import features
 from ...core.problem import VARLEN, AttentionProblem
 from ...kernels import compat
-from ..base import AttentionTensors, Gradients, Wanted, packed_sequences
+from ..base import AttentionTensors, Backward, Forward, Wanted, packed_sequences
 
 MAX_HEAD_DIM = 512
 
@@ -23,11 +21,6 @@ MAX_HEAD_DIM = 512
 def interpreted() -> bool:
     """Whether Triton interprets kernels on the CPU: TRITON_INTERPRET was set."""
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on")
-
-
-def _on_device_of(x: Tensor) -> AbstractContextManager[object]:
-    """Makes x's GPU the current one, on which Triton launches whatever the tensors'."""
-    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
 class TritonBackend:
@@ -54,40 +47,39 @@ class TritonBackend:
         reasons += features.reasons_against(self.name, p.dtype, p.features, p.needs_grad)
         return tuple(reasons)
 
-    def fwd(
+    def forward(
         self, problem: AttentionProblem, tensors: AttentionTensors, algorithm: str
-    ) -> tuple[Tensor, Tensor]:
-        """See ``Backend.fwd``."""
+    ) -> Forward:
+        """See ``Backend.forward``."""
         compat.check_version()
-        if problem.layout == VARLEN and not tensors.q.is_cuda:
-            packed_sequences(problem, tensors)  # values on the host are checked
-        with _on_device_of(tensors.q):
-            if algorithm == "fa1":
-                from . import fa1
+        if algorithm == "fa1":
+            from .fa1 import forward
+        else:
+            from .fwd import forward
 
-                return fa1.fwd(problem, tensors)
-            from .fwd import fwd
+        found = forward(problem, tensors)
+        if problem.layout != VARLEN or tensors.q.is_cuda:
+            return found
 
-            return fwd(problem, tensors)
+        def checked(t: AttentionTensors) -> tuple[Tensor, Tensor]:
+            packed_sequences(problem, t)  # values on the host are checked
+            return found(t)
 
-    def bwd(
+        return checked
+
+    def backward(
         self,
         problem: AttentionProblem,
         tensors: AttentionTensors,
-        out: Tensor,
-        lse: Tensor,
         dout: Tensor,
-        dlse: Tensor | None,
         wanted: Wanted,
         algorithm: str,
-    ) -> Gradients:
-        """See ``Backend.bwd``."""
+    ) -> Backward:
+        """See ``Backend.backward``."""
         compat.check_version()
-        with _on_device_of(tensors.q):
-            if algorithm == "fa1":
-                from . import fa1
+        if algorithm == "fa1":
+            from .fa1 import backward
+        else:
+            from .bwd import backward
 
-                return fa1.bwd(problem, tensors, out, lse, dout, dlse, wanted)
-            from .bwd import bwd
-
-            return bwd(problem, tensors, out, lse, dout, dlse, wanted)
+        return backward(problem, tensors, wanted)

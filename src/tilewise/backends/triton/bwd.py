@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -13,90 +15,89 @@ from ...kernels.triton.bwd_dq import flash_bwd_dq_kernel
 from ...kernels.triton.bwd_preprocess import flash_bwd_preprocess_kernel
 from ...kernels.triton.tiles import STATISTICS_BLOCK as _STATISTICS_BLOCK
 from ...tuning import lookup
-from ..base import AttentionTensors, Gradients, Wanted
+from ..base import AttentionTensors, Backward, Gradients, Wanted
 from . import launch
-from .launch import Launch, Of
-from .operands import add_operand_gradients
+from .launch import Call, Launch, Of, Plan
+from .operands import operand_gradients
 
 STATISTICS_BLOCK: int = _STATISTICS_BLOCK.value
 
+GIVEN = (*AttentionTensors._fields, "out", "lse", "dout", "dlse")
+NAMES = (*GIVEN, "lse_padded", "delta", "dq", "dk", "dv")
 
-def bwd(
-    problem: AttentionProblem,
-    tensors: AttentionTensors,
-    out: Tensor,
-    lse: Tensor,
-    dout: Tensor,
-    dlse: Tensor | None,
-    wanted: Wanted,
-) -> Gradients:
-    """See ``Backend.bwd``."""
-    p, arch = problem, launch.arch(tensors.q)
-    t = launch.with_positive_scale(p, tensors)
-    grads = Gradients(
-        *(
-            torch.empty(x.shape, dtype=x.dtype, device=x.device) if want else None
-            for x, want in ((t.q, wanted.dq), (t.k, wanted.dk), (t.v, wanted.dv))
-        )
-    )
-    call = given(t, out, lse, dout, dlse)
-    lse_padded, delta = statistics(p, t.q)
-    call |= {"lse_padded": lse_padded, "delta": delta}
-    call |= {"dq": grads.dq, "dk": grads.dk, "dv": grads.dv}
+
+def backward(problem: AttentionProblem, tensors: AttentionTensors, wanted: Wanted) -> Backward:
+    """See ``Backend.backward``."""
+    p, arch, w = problem, launch.arch(tensors.q), wanted
     configs = lookup.config("bwd_dkdv", arch, p), lookup.config("bwd_dq", arch, p)
+    fit = launch.fitting(p, tensors)
+    new_dq, new_dk, new_dv = map(room_like, tensors[:3])
+    new_lse, new_delta = statistics(p, tensors.q)
+    more = operand_gradients(p, tensors, w, NAMES)
+    nothing = p.seqlen_q * p.seqlen_k * p.batch == 0  # no row sees a key or is in a sequence
 
-    def make() -> list[Launch]:
-        plan = [*preprocess(p, t, out, dout, dlse)]
-        if wanted.dk or wanted.dv:
-            plan += _dkdv(p, t, call, configs[0])
-        if wanted.dq:
-            plan += _dq(p, t, call, configs[1])
+    def make(call: Call) -> list[Launch]:
+        plan = preprocess(p, call)
+        if w.dk or w.dv:
+            plan += _dkdv(p, call, configs[0])
+        if w.dq:
+            plan += _dq(p, call, configs[1])
         return plan
 
-    facts = ("bwd", arch, p, configs, launch.precision(p.dtype))
-    launch.run(launch.plans.find(facts, call, make), call)
-    if p.seqlen_q * p.seqlen_k * p.batch == 0:  # no row sees a key; rows may be of no sequence
-        for x in (grads.dq, grads.dk, grads.dv):
-            if x is not None:
-                x.zero_()
-    if p.softmax_scale < 0 and grads.dq is not None:
-        grads.dq.neg_()
-    add_operand_gradients(grads, wanted, p, t, call)
-    return grads
+    plan = Plan(NAMES, tensors.q.device, make)
+
+    def run(
+        t: AttentionTensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
+    ) -> Gradients:
+        t = t if fit is None else fit(t)
+        dq = new_dq() if w.dq else None
+        dk = new_dk() if w.dk else None
+        dv = new_dv() if w.dv else None
+        dlse = None if dlse is None else dlse.contiguous()
+        call = (*t, out, lse, dout, dlse, new_lse(), new_delta(), dq, dk, dv)
+        plan(call)
+        grads = Gradients(dq, dk, dv)
+        if nothing:
+            for x in (dq, dk, dv):
+                if x is not None:
+                    x.zero_()
+        if p.softmax_scale < 0 and dq is not None:
+            dq.neg_()
+        if more is not None:
+            more(grads, call)
+        return grads
+
+    return run
 
 
-def given(
-    t: AttentionTensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
-) -> dict[str, Tensor | None]:
-    """What a backward reads, by name."""
-    dlse = None if dlse is None else dlse.contiguous()
-    return launch.operands(t) | {"out": out, "lse": lse, "dout": dout, "dlse": dlse}
+def room_like(x: Tensor) -> Callable[[], Tensor]:
+    """What makes gradients of x, to be written."""
+    return launch.room(x.shape, x.dtype, x.device)
 
 
-def statistics(p: AttentionProblem, q: Tensor) -> tuple[Tensor, Tensor]:
-    """Room for lse in the kernels' unit, in two parts where it is natural, and for delta: (parts *
-    heads, padded rows), float32."""
+def statistics_shape(p: AttentionProblem, q: Tensor) -> tuple[int, int]:
+    """(heads, rows) of a row's statistics, padded."""
     block = STATISTICS_BLOCK
     if p.layout == VARLEN:
-        heads, rows = p.nheads, (q.shape[0] // block + p.batch) * block
-    else:
-        heads, rows = p.batch * p.nheads, -(-p.seqlen_q // block) * block
+        return p.nheads, (q.shape[0] // block + p.batch) * block
+    return p.batch * p.nheads, -(-p.seqlen_q // block) * block
+
+
+def statistics(p: AttentionProblem, q: Tensor) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
+    """What makes room for lse in the kernels' unit, in two parts where it is natural, and for
+    delta: (parts * heads, rows), float32."""
+    heads, rows = statistics_shape(p, q)
     parts = 2 if launch.natural(p) else 1
     return (
-        torch.empty(parts * heads, rows, dtype=torch.float32, device=q.device),
-        torch.empty(heads, rows, dtype=torch.float32, device=q.device),
+        launch.room((parts * heads, rows), torch.float32, q.device),
+        launch.room((heads, rows), torch.float32, q.device),
     )
 
 
-def preprocess(
-    p: AttentionProblem,
-    t: AttentionTensors,
-    out: Tensor,
-    dout: Tensor,
-    dlse: Tensor | None,
-    for_wgmma: bool = False,
-) -> list[Launch]:
+def preprocess(p: AttentionProblem, call: Call, for_wgmma: bool = False) -> list[Launch]:
     """Writes the statistics."""
+    t, out, dout = launch.tensors_of(call), call["out"], call["dout"]
+    assert out is not None and dout is not None
     num_m_blocks = -(-p.seqlen_q // STATISTICS_BLOCK)
     grid = num_m_blocks * p.nheads * p.batch
     if grid == 0:
@@ -105,7 +106,7 @@ def preprocess(
         "out": Of("out"),
         "dout": Of("dout"),
         "lse": Of("lse"),
-        "dlse": None if dlse is None else Of("dlse"),
+        "dlse": None if call["dlse"] is None else Of("dlse"),
         "lse_padded": Of("lse_padded"),
         "delta_padded": Of("delta"),
         "cu_seqlens_q": None if t.cu_seqlens_q is None else Of("cu_seqlens_q"),
@@ -125,14 +126,9 @@ def preprocess(
     return [Launch(flash_bwd_preprocess_kernel, grid, arguments, options)]
 
 
-def _dkdv(
-    p: AttentionProblem,
-    t: AttentionTensors,
-    call: dict[str, Tensor | None],
-    config: TileConfig,
-) -> list[Launch]:
+def _dkdv(p: AttentionProblem, call: Call, config: TileConfig) -> list[Launch]:
     """dK and dV: together, or one after the other."""
-    dout, dk, dv = call["dout"], call["dk"], call["dv"]
+    t, dout, dk, dv = launch.tensors_of(call), call["dout"], call["dk"], call["dv"]
     assert dout is not None
     num_n_blocks = -(-p.seqlen_k // config.BLOCK_N)
     grid = num_n_blocks * p.nheads_kv * p.batch
@@ -171,13 +167,8 @@ def _dkdv(
     return plan
 
 
-def _dq(
-    p: AttentionProblem,
-    t: AttentionTensors,
-    call: dict[str, Tensor | None],
-    config: TileConfig,
-) -> list[Launch]:
-    dout, dq = call["dout"], call["dq"]
+def _dq(p: AttentionProblem, call: Call, config: TileConfig) -> list[Launch]:
+    t, dout, dq = launch.tensors_of(call), call["dout"], call["dq"]
     assert dout is not None and dq is not None
     num_m_blocks = -(-p.seqlen_q // config.BLOCK_M)
     grid = num_m_blocks * p.nheads * p.batch

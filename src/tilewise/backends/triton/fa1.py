@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -10,34 +12,39 @@ from ...core.problem import VARLEN, AttentionProblem
 from ...kernels.triton.fa1_bwd import fa1_bwd_kernel
 from ...kernels.triton.fa1_fwd import fa1_fwd_kernel
 from ...tuning import lookup
-from ..base import AttentionTensors, Gradients, Wanted
+from ..base import AttentionTensors, Backward, Forward, Gradients, Wanted
 from . import launch
-from .bwd import given, preprocess, statistics
-from .launch import Launch, Of
-from .operands import add_operand_gradients
+from .bwd import NAMES, preprocess, room_like, statistics
+from .launch import Call, Launch, Of, Plan
+from .operands import operand_gradients
+
+FORWARD = (*AttentionTensors._fields, "out", "lse", "o_scratch", "m_scratch", "l_scratch")
+BACKWARD = (*NAMES, "dq_scratch")
 
 
-def fwd(problem: AttentionProblem, tensors: AttentionTensors) -> tuple[Tensor, Tensor]:
-    """out and lse; see ``Backend.fwd``."""
-    p, arch = problem, launch.arch(tensors.q)
-    t = launch.with_positive_scale(p, tensors)
-    config = lookup.config("fa1_fwd", arch, p)
-    out, lse = launch.outputs(p, t)
-    if out.shape[-3] * p.nheads * p.batch == 0:
-        return out.zero_(), lse
-    call = launch.operands(t)
-    facts = ("fa1_fwd", arch, p, config, launch.precision(p.dtype))
-    plan = launch.plans.find(facts, call, lambda: [_fwd(p, t, out, config)])
-    rows, width = _scratch_rows(p, t.q, config), launch.power_of_two(p.head_dim_v)
-    running = {
-        name: _scratch(p, t.q, rows, n)
-        for name, n in (("o_scratch", width), ("m_scratch", 1), ("l_scratch", 1))
-    }
-    launch.run(plan, call | running | {"out": out, "lse": lse})
-    return out, lse
+def forward(problem: AttentionProblem, tensors: AttentionTensors) -> Forward:
+    """See ``Backend.forward``."""
+    p, q = problem, tensors.q
+    config = lookup.config("fa1_fwd", launch.arch(q), p)
+    fit, outputs = launch.fitting(p, tensors), launch.outputs(p, tensors)
+    plan = Plan(FORWARD, q.device, lambda call: [_fwd(p, call, config)])
+    scratch = [_scratch(p, q, config, n) for n in (launch.power_of_two(p.head_dim_v), 1, 1)]
+    nothing = q.shape[-3] * p.nheads * p.batch == 0
+
+    def run(t: AttentionTensors) -> tuple[Tensor, Tensor]:
+        out, lse = outputs()
+        if nothing:
+            return out.zero_(), lse
+        t = t if fit is None else fit(t)
+        plan((*t, out, lse, *(make() for make in scratch)))
+        return out, lse
+
+    return run
 
 
-def _fwd(p: AttentionProblem, t: AttentionTensors, out: Tensor, config: TileConfig) -> Launch:
+def _fwd(p: AttentionProblem, call: Call, config: TileConfig) -> Launch:
+    t, out = launch.tensors_of(call), call["out"]
+    assert out is not None
     shared = launch.shared_arguments(p, t)
     streamed, use_tma = launch.streams({"q": t.q}, ((config.BLOCK_M, shared["BLOCK_D"]),), config)
     arguments = {
@@ -53,49 +60,44 @@ def _fwd(p: AttentionProblem, t: AttentionTensors, out: Tensor, config: TileConf
     return Launch(fa1_fwd_kernel, p.nheads * p.batch, arguments, launch.options(config))
 
 
-def bwd(
-    problem: AttentionProblem,
-    tensors: AttentionTensors,
-    out: Tensor,
-    lse: Tensor,
-    dout: Tensor,
-    dlse: Tensor | None,
-    wanted: Wanted,
-) -> Gradients:
-    """See ``Backend.bwd``; dQ, dK and dV come from one kernel, wanted or not."""
-    p, arch = problem, launch.arch(tensors.q)
-    t = launch.with_positive_scale(p, tensors)
-    config = lookup.config("fa1_bwd", arch, p)
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (t.q, t.k, t.v))
-    lse_padded, delta = statistics(p, t.q)
-    call = given(t, out, lse, dout, dlse)
-    call |= {"lse_padded": lse_padded, "delta": delta, "dq": dq, "dk": dk, "dv": dv}
-    if p.nheads_kv * p.batch == 0:
-        grads = Gradients(dq.zero_(), dk.zero_(), dv.zero_())
-        add_operand_gradients(grads, wanted, p, t, call)
+def backward(problem: AttentionProblem, tensors: AttentionTensors, wanted: Wanted) -> Backward:
+    """See ``Backend.backward``; dQ, dK and dV come from one kernel, wanted or not."""
+    p = problem
+    config = lookup.config("fa1_bwd", launch.arch(tensors.q), p)
+    fit, more = launch.fitting(p, tensors), operand_gradients(p, tensors, wanted, BACKWARD)
+    new_dq, new_dk, new_dv = map(room_like, tensors[:3])
+    new_lse, new_delta = statistics(p, tensors.q)
+    new_scratch = _scratch(p, tensors.q, config, launch.power_of_two(p.head_dim))
+    nothing = p.nheads_kv * p.batch == 0
+
+    def make(call: Call) -> list[Launch]:
+        return [] if nothing else [*preprocess(p, call), _bwd(p, call, config)]
+
+    plan = Plan(BACKWARD, tensors.q.device, make)
+
+    def run(
+        t: AttentionTensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
+    ) -> Gradients:
+        t = t if fit is None else fit(t)
+        dq, dk, dv = new_dq(), new_dk(), new_dv()
+        dlse = None if dlse is None else dlse.contiguous()
+        call = (*t, out, lse, dout, dlse, new_lse(), new_delta(), dq, dk, dv, new_scratch())
+        plan(call)
+        if nothing:
+            for x in (dq, dk, dv):
+                x.zero_()
+        if p.softmax_scale < 0:
+            dq.neg_()
+        grads = Gradients(dq, dk, dv)
+        if more is not None:
+            more(grads, call)
         return grads
 
-    def make() -> list[Launch]:
-        return [*preprocess(p, t, out, dout, dlse), _bwd(p, t, call, config)]
-
-    facts = ("fa1_bwd", arch, p, config, launch.precision(p.dtype))
-    plan = launch.plans.find(facts, call, make)
-    rows = _scratch_rows(p, t.q, config)
-    scratch = _scratch(p, t.q, rows, launch.power_of_two(p.head_dim))
-    launch.run(plan, call | {"dq_scratch": scratch})
-    if p.softmax_scale < 0:
-        dq.neg_()
-    grads = Gradients(dq, dk, dv)
-    add_operand_gradients(grads, wanted, p, t, call)
-    return grads
+    return run
 
 
-def _bwd(
-    p: AttentionProblem,
-    t: AttentionTensors,
-    call: dict[str, Tensor | None],
-    config: TileConfig,
-) -> Launch:
+def _bwd(p: AttentionProblem, call: Call, config: TileConfig) -> Launch:
+    t = launch.tensors_of(call)
     dout, dq, dk, dv = (call[name] for name in ("dout", "dq", "dk", "dv"))
     assert dout is not None and dq is not None and dk is not None and dv is not None
     shared = launch.shared_arguments(p, t)
@@ -120,6 +122,9 @@ def _scratch_rows(p: AttentionProblem, q: Tensor, config: TileConfig) -> int:
     return (total // config.BLOCK_M + p.batch) * config.BLOCK_M
 
 
-def _scratch(p: AttentionProblem, q: Tensor, rows: int, width: int) -> Tensor:
-    """Running results of every head, float32, initialised by the kernel."""
-    return torch.empty((p.nheads, rows, width), dtype=torch.float32, device=q.device)
+def _scratch(
+    p: AttentionProblem, q: Tensor, config: TileConfig, width: int
+) -> Callable[[], Tensor]:
+    """What makes room for running results of every head, float32, initialised by the kernel."""
+    shape = (p.nheads, _scratch_rows(p, q, config), width)
+    return launch.room(shape, torch.float32, q.device)

@@ -8,27 +8,35 @@ from ...core.config import TileConfig
 from ...core.problem import AttentionProblem
 from ...kernels.triton.fwd import flash_fwd_kernel
 from ...tuning import lookup
-from ..base import AttentionTensors
+from ..base import AttentionTensors, Forward
 from . import launch
-from .launch import Launch, Of
+from .launch import Call, Launch, Of, Plan
+
+NAMES = (*AttentionTensors._fields, "out", "lse")
 
 
-def fwd(problem: AttentionProblem, tensors: AttentionTensors) -> tuple[Tensor, Tensor]:
-    """out and lse; see ``Backend.fwd``."""
-    p, arch = problem, launch.arch(tensors.q)
-    t = launch.with_positive_scale(p, tensors)
-    config = lookup.config("fwd", arch, p)
-    out, lse = launch.outputs(p, t)
-    if p.seqlen_q * p.nheads * p.batch == 0:
-        return out.zero_(), lse
-    call = launch.operands(t)
-    facts = ("fwd", arch, p, config, launch.precision(p.dtype))
-    plan = launch.plans.find(facts, call, lambda: [_launch(p, t, out, config)])
-    launch.run(plan, call | {"out": out, "lse": lse})
-    return out, lse
+def forward(problem: AttentionProblem, tensors: AttentionTensors) -> Forward:
+    """See ``Backend.forward``."""
+    p = problem
+    config = lookup.config("fwd", launch.arch(tensors.q), p)
+    fit, outputs = launch.fitting(p, tensors), launch.outputs(p, tensors)
+    plan = Plan(NAMES, tensors.q.device, lambda call: [_launch(p, call, config)])
+    nothing = p.seqlen_q * p.nheads * p.batch == 0
+
+    def run(t: AttentionTensors) -> tuple[Tensor, Tensor]:
+        out, lse = outputs()
+        if nothing:
+            return out.zero_(), lse
+        t = t if fit is None else fit(t)
+        plan((*t, out, lse))
+        return out, lse
+
+    return run
 
 
-def _launch(p: AttentionProblem, t: AttentionTensors, out: Tensor, config: TileConfig) -> Launch:
+def _launch(p: AttentionProblem, call: Call, config: TileConfig) -> Launch:
+    t, out = launch.tensors_of(call), call["out"]
+    assert out is not None
     num_m_blocks = -(-p.seqlen_q // config.BLOCK_M)
     shared = launch.shared_arguments(p, t)
     tiles = (config.BLOCK_N, shared["BLOCK_D"]), (config.BLOCK_N, shared["BLOCK_DV"])

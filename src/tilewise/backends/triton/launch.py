@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import fields, replace
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +25,9 @@ FAR = 2**30
 # The smallest scale that still hides masked scores (0 times -inf is NaN).
 TINY = 2.0**-126
 
-_FIELDS = tuple(field.name for field in fields(AttentionTensors))
+# A call's tensors by name: the operators' and what a backend adds.
+Call = dict[str, Tensor | None]
+
 # Operands whose strides no kernel is told.
 _FLAT = ("sink", "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
 
@@ -41,10 +45,7 @@ class Of(NamedTuple):
 
 
 class Launch:
-    """One launch of a kernel, for tensors of one layout: what is worked out once.
-
-    The first call goes through Triton's own launcher, which compiles; later ones hand the tensors
-    to the compiled kernel, past Triton's Python where that is possible.
+    """One launch of a kernel, for tensors of one layout, through Triton's own launcher.
 
     Args:
         kernel: the kernel.
@@ -54,8 +55,7 @@ class Launch:
     """
 
     __slots__ = (
-        "_compiled", "_descriptors", "_direct", "_grid", "_kernel", "_options", "_tensors",
-        "_values",
+        "_compiled", "_descriptors", "_grid", "_kernel", "_options", "_tensors", "_values",
     )  # fmt: skip
 
     def __init__(
@@ -63,7 +63,6 @@ class Launch:
     ) -> None:
         self._kernel, self._grid, self._options = kernel, grid, options
         self._compiled: Any = None
-        self._direct: direct.Direct | None = None
         self._values: list[Any] = [arguments[name] for name in kernel.arg_names]
         self._tensors: list[tuple[int, str]] = []
         self._descriptors: list[tuple[int, str, Any]] = []
@@ -76,70 +75,111 @@ class Launch:
                     value.descriptor.base = None  # holds no memory
                     self._descriptors.append((place, value.name, value.descriptor))
 
-    def __call__(self, tensors: dict[str, Tensor | None]) -> None:
-        """Launches with these tensors."""
-        if self._direct is not None:
-            device = torch.cuda.current_device()
-            self._direct(torch._C._cuda_getCurrentRawStream(device), tensors)
-            return
+    def __call__(self, call: Call) -> None:
+        """Launches with these tensors; the first time compiles."""
         values = self._values.copy()
         for place, name in self._tensors:
-            values[place] = tensors[name]
+            values[place] = call[name]
         for place, name, template in self._descriptors:
-            values[place] = compat.descriptor_of(template, tensors[name])
+            values[place] = compat.descriptor_of(template, call[name])
         if self._compiled is not None:
             self._compiled[(self._grid, 1, 1)](*values)
         else:
-            self._compiled = compiled = self._kernel[(self._grid,)](*values, **self._options)
-            if compiled is not None and direct.applies(compiled):  # None: interpreted
-                places = self._tensors, self._descriptors
-                self._direct = direct.Direct(compiled, self._grid, self._values, *places)
+            self._compiled = self._kernel[(self._grid,)](*values, **self._options)
 
-
-class Plans:
-    """Launches by what a call is: the problem, its configurations and its tensors' layouts."""
-
-    MOST = 4096
-
-    def __init__(self) -> None:
-        self._found: dict[Any, list[Launch]] = {}
-
-    def find(
-        self,
-        facts: tuple[Any, ...],
-        tensors: dict[str, Tensor | None],
-        make: Callable[[], list[Launch]],
-    ) -> list[Launch]:
-        """The launches of a call, made when no call like it came before."""
-        layouts = tuple(
-            None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15)
-            for x in tensors.values()
+    def direct(self, names: tuple[str, ...]) -> direct.Direct | None:
+        """The same launch past Triton's Python, of tensors in the order of ``names``; None where
+        that is not possible."""
+        if self._compiled is None or not direct.applies(self._compiled):  # None: interpreted
+            return None
+        return direct.Direct(
+            self._compiled,
+            self._grid,
+            self._values,
+            [(place, names.index(name)) for place, name in self._tensors],
+            [(place, names.index(name), x) for place, name, x in self._descriptors],
         )
-        key = (facts, layouts)
-        plan = self._found.get(key)
-        if plan is None:
-            if len(self._found) >= self.MOST:
-                self._found.clear()
-            plan = self._found[key] = make()
-        return plan
 
 
-plans = Plans()
+class Plan:
+    """The launches of calls of one kind, one after another.
+
+    The first call makes them, from its own tensors, and goes through Triton's launcher, which
+    compiles; later ones hand addresses to the compiled kernels where that is possible.
+
+    Args:
+        names: what the tensors are called, in the order in which calls give them.
+        device: where they are.
+        make: returns the launches for tensors by name.
+    """
+
+    __slots__ = ("_device", "_direct", "_launches", "_make", "_names")
+
+    def __init__(
+        self,
+        names: tuple[str, ...],
+        device: torch.device,
+        make: Callable[[Call], list[Launch]],
+    ) -> None:
+        self._names, self._device, self._make = names, device, make
+        self._launches: list[Launch] | None = None
+        self._direct: list[direct.Direct] | None = None
+
+    def __call__(self, tensors: tuple[Tensor | None, ...]) -> None:
+        """Launches with these tensors."""
+        if self._direct is None:
+            self._through_triton(tensors)
+            return
+        index = self._device.index
+        stream = torch._C._cuda_getCurrentRawStream(index)
+        if torch._C._cuda_getDevice() == index:
+            for one in self._direct:
+                one(stream, tensors)
+        else:
+            with torch.cuda.device(index):
+                for one in self._direct:
+                    one(stream, tensors)
+
+    def _through_triton(self, tensors: tuple[Tensor | None, ...]) -> None:
+        call = dict(zip(self._names, tensors, strict=True))
+        first = self._launches is None
+        if self._launches is None:
+            self._launches = self._make(call)
+        on_gpu = self._device.type == "cuda"
+        with torch.cuda.device(self._device) if on_gpu else nullcontext():
+            for one in self._launches:
+                one(call)
+        if first:
+            found = [one.direct(self._names) for one in self._launches]
+            if found and None not in found:
+                self._direct = found  # type: ignore[assignment]
 
 
-def operands(t: AttentionTensors) -> dict[str, Tensor | None]:
-    """A call's tensors by name."""
-    found: dict[str, Tensor | None] = {name: getattr(t, name) for name in _FIELDS}
-    for name in _FLAT:
-        if (x := found[name]) is not None:
-            found[name] = x.contiguous()
-    return found
+def tensors_of(call: Call) -> AttentionTensors:
+    """The operators' tensors among a call's."""
+    return AttentionTensors(*(call[name] for name in AttentionTensors._fields))  # type: ignore[arg-type]
 
 
-def run(plan: list[Launch], tensors: dict[str, Tensor | None]) -> None:
-    """Launches one after another."""
-    for one in plan:
-        one(tensors)
+def fitting(
+    p: AttentionProblem, t: AttentionTensors, also: tuple[str, ...] = ()
+) -> Callable[[AttentionTensors], AttentionTensors] | None:
+    """What brings a call's tensors to the form that kernels take; None where they have it.
+
+    Operands whose strides no kernel is told, and those named in ``also``, become contiguous. A
+    negative scale's sign moves to the queries: a maximum of scores is then the scaled maximum of
+    the products.
+    """
+    copied = [n for n in _FLAT if (x := getattr(t, n)) is not None and not x.is_contiguous()]
+    copied += also
+    negative = p.softmax_scale < 0
+    if not (copied or negative):
+        return None
+
+    def fit(t: AttentionTensors) -> AttentionTensors:
+        t = t._replace(q=t.q.neg()) if negative else t
+        return t._replace(**{name: getattr(t, name).contiguous() for name in copied})
+
+    return fit
 
 
 def power_of_two(n: int, least: int = 16) -> int:
@@ -195,21 +235,25 @@ def section(problem: AttentionProblem, heads: int) -> int:
     return max(1, min(together, problem.batch * heads))
 
 
-def with_positive_scale(problem: AttentionProblem, t: AttentionTensors) -> AttentionTensors:
-    """The same call, with a negative scale's sign moved to the queries: a maximum of scores is
-    then the scaled maximum of the products."""
-    return replace(t, q=t.q.neg()) if problem.softmax_scale < 0 else t
+def outputs(p: AttentionProblem, t: AttentionTensors) -> Callable[[], tuple[Tensor, Tensor]]:
+    """What makes a forward's out and lse, to be written; lse is -inf where a packed tensor has no
+    sequence."""
+    q, varlen = t.q, p.layout == VARLEN
+    new_out = room((*q.shape[:-1], p.head_dim_v), q.dtype, q.device)
+    shape = (p.nheads, q.shape[0]) if varlen else (p.batch, p.nheads, p.seqlen_q)
+    new_lse = room(shape, lse_dtype(t), q.device)
+
+    def make() -> tuple[Tensor, Tensor]:
+        return new_out(), new_lse().fill_(-torch.inf) if varlen else new_lse()
+
+    return make
 
 
-def outputs(problem: AttentionProblem, t: AttentionTensors) -> tuple[Tensor, Tensor]:
-    """A forward's out and lse, to be written; lse is -inf where a packed tensor has no sequence."""
-    p, q = problem, t.q
-    out = torch.empty(*q.shape[:-1], p.head_dim_v, dtype=q.dtype, device=q.device)
-    dtype = lse_dtype(t)
-    if p.layout == VARLEN:
-        return out, torch.full((p.nheads, q.shape[0]), -torch.inf, dtype=dtype, device=q.device)
-    shape = (p.batch, p.nheads, p.seqlen_q)
-    return out, torch.empty(shape, dtype=dtype, device=q.device)
+def room(shape: Iterable[int], dtype: torch.dtype, device: torch.device) -> Callable[[], Tensor]:
+    """What makes contiguous tensors, to be written: by the quickest of torch's ways to do so."""
+    shape = tuple(shape)
+    steps = torch.empty(shape, device="meta").stride()
+    return partial(torch.empty_strided, shape, steps, dtype=dtype, device=device)
 
 
 def streams(
@@ -245,12 +289,12 @@ def stream_rows(
 
 
 def statistics(
-    lse: str, delta: str, tensors: dict[str, Tensor | None], config: TileConfig, use_tma: bool
+    lse: str, delta: str, call: Call, config: TileConfig, use_tma: bool
 ) -> dict[str, Of]:
     """The backward's own lse and delta, of these names, as a kernel's loop takes them."""
 
     def of(name: str) -> Of:
-        x = tensors[name]
+        x = call[name]
         if not use_tma or x is None:
             return Of(name)
         template = compat.tensor_descriptor(x, list(x.shape), [x.shape[1], 1], [1, config.BLOCK_M])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -13,58 +14,69 @@ from ...kernels.triton.bwd_dbias import flash_bwd_dbias_kernel
 from ...tuning import lookup
 from ..base import AttentionTensors, Gradients, Wanted
 from . import launch
-from .launch import Launch, Of
+from .launch import Call, Launch, Of, Plan
+
+Adds = Callable[[Gradients, tuple[Tensor | None, ...]], None]
 
 
-def add_operand_gradients(
-    grads: Gradients,
-    wanted: Wanted,
-    p: AttentionProblem,
-    t: AttentionTensors,
-    call: dict[str, Tensor | None],
-) -> None:
-    """Adds the bias's and the sink's gradients.
+def operand_gradients(
+    p: AttentionProblem, t: AttentionTensors, wanted: Wanted, names: tuple[str, ...]
+) -> Adds | None:
+    """What adds the bias's and the sink's gradients to a backward's; None where none is wanted.
 
     Args:
-        grads: where they go.
-        wanted: whether they are wanted.
         p, t: the call.
-        call: its tensors by name, with out, lse, dout, dlse and the padded statistics.
+        wanted: whether they are wanted.
+        names: of the tensors that are given then, with out, lse, dout, dlse and the padded
+            statistics among them.
     """
-    bias = t.attn_bias
-    if wanted.dbias and bias is not None and bias.shape[-1] != 1:
-        grads.dbias = _bias_gradient(p, t, call, bias)
-    elif wanted.dbias and bias is not None:
-        grads.dbias = RowTerms.of(t, call).to_bias(bias)
-    if wanted.dsink and t.sink is not None:
-        grads.dsink = RowTerms.of(t, call).to_sink(t.sink)
+    bias, sink = wanted.dbias and t.attn_bias is not None, wanted.dsink and t.sink is not None
+    if not (bias or sink):
+        return None
+    by_key = bias and t.attn_bias is not None and t.attn_bias.shape[-1] != 1
+    dbias = _bias_gradient(p, t, names) if by_key else None
+
+    def add(grads: Gradients, tensors: tuple[Tensor | None, ...]) -> None:
+        call = dict(zip(names, tensors, strict=True))
+        if dbias is not None:
+            grads.dbias = dbias(tensors)
+        if by_key and not sink:
+            return
+        with torch.autocast(p.device, enabled=False):
+            terms = RowTerms.of(call)
+            if bias and not by_key:
+                grads.dbias = terms.to_bias(call["attn_bias"])  # type: ignore[arg-type]
+            if sink:
+                grads.dsink = terms.to_sink(call["sink"])  # type: ignore[arg-type]
+
+    return add
 
 
 def _bias_gradient(
-    p: AttentionProblem, t: AttentionTensors, call: dict[str, Tensor | None], bias: Tensor
-) -> Tensor:
-    """Gradient of a floating bias that differs from key to key, in its shape and dtype."""
-    arch = launch.arch(t.q)
-    config = lookup.config("bwd_dbias", arch, p)
-    dbias = torch.zeros(bias.shape, dtype=bias.dtype, device=bias.device)
-    if dbias.numel() * p.seqlen_q * p.seqlen_k * p.batch == 0:
+    p: AttentionProblem, t: AttentionTensors, names: tuple[str, ...]
+) -> Callable[[tuple[Tensor | None, ...]], Tensor]:
+    """What computes the gradient of a floating bias that differs from key to key, in its shape and
+    dtype."""
+    bias = t.attn_bias
+    assert bias is not None
+    config = lookup.config("bwd_dbias", launch.arch(t.q), p)
+    shape, dtype, device = bias.shape, bias.dtype, bias.device
+    nothing = bias.numel() * p.seqlen_q * p.seqlen_k * p.batch == 0
+    plan = Plan((*names, "dbias"), device, lambda call: [_dbias(p, call, config)])
+
+    def run(tensors: tuple[Tensor | None, ...]) -> Tensor:
+        dbias = torch.zeros(shape, dtype=dtype, device=device)
+        if not nothing:
+            plan((*tensors, dbias))
         return dbias
-    call = call | {"dbias": dbias}
-    facts = ("bwd_dbias", arch, p, config, launch.precision(p.dtype))
-    plan = launch.plans.find(facts, call, lambda: [_dbias(p, t, call, dbias, config)])
-    launch.run(plan, call)
-    return dbias
+
+    return run
 
 
-def _dbias(
-    p: AttentionProblem,
-    t: AttentionTensors,
-    call: dict[str, Tensor | None],
-    dbias: Tensor,
-    config: TileConfig,
-) -> Launch:
+def _dbias(p: AttentionProblem, call: Call, config: TileConfig) -> Launch:
+    t, dbias = launch.tensors_of(call), call["dbias"]
     dout = call["dout"]
-    assert dout is not None
+    assert dout is not None and dbias is not None
     varlen = p.layout == VARLEN
     shape = (p.batch, *dbias.shape) if varlen else dbias.shape
     one_row = not varlen and shape[2] == 1
@@ -113,17 +125,17 @@ class RowTerms:
     keys: Tensor
 
     @classmethod
-    def of(cls, t: AttentionTensors, call: dict[str, Tensor | None]) -> RowTerms:
+    def of(cls, call: Call) -> RowTerms:
         """The terms of a call."""
-        out, lse, dout, dlse = (call[name] for name in ("out", "lse", "dout", "dlse"))
+        out, lse, dout, dlse, logit = (call[n] for n in ("out", "lse", "dout", "dlse", "sink"))
         assert out is not None and lse is not None and dout is not None
         empty = lse == -torch.inf
         sink = torch.zeros_like(lse)
-        if t.sink is not None:
+        if logit is not None:
             delta = (out.float() * dout.float()).sum(-1).transpose(-1, -2)
             if dlse is not None:
                 delta = delta - dlse
-            rounded = t.sink.float().to(lse.dtype)  # as the forward reads it
+            rounded = logit.float().to(lse.dtype)  # as the forward reads it
             p_sink = _weight(rounded[:, None], lse)
             sink = (p_sink * delta).masked_fill(empty, 0.0)
         keys = sink if dlse is None else sink + dlse.masked_fill(empty, 0.0)

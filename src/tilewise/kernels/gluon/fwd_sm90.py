@@ -166,22 +166,25 @@ def _next(tile, SIZES, PACKED, counter, num_tiles, FIRST: gl.constexpr, TILE: gl
     BLOCK_M: gl.constexpr = TILE[0] * 64
     DYNAMIC: gl.constexpr = TILE[6]
     if not FIRST:
-        tile = _step_tile(tile, counter, DYNAMIC)
+        tile = _step_tile(tile, counter, num_tiles, DYNAMIC)
     if PACKED[0] is not None:
         empty = tile < num_tiles
         while empty:
             found = _tile(tile, SIZES, PACKED, BLOCK_M)
             empty = found[2] >= found[4]
             if empty:
-                tile = _step_tile(tile, counter, DYNAMIC)
+                tile = _step_tile(tile, counter, num_tiles, DYNAMIC)
                 empty = tile < num_tiles
     return gl.minimum(tile, num_tiles)
 
 
 @gluon.jit
-def _step_tile(tile, counter, DYNAMIC: gl.constexpr):
+def _step_tile(tile, counter, num_tiles, DYNAMIC: gl.constexpr):
     if DYNAMIC:
-        return gl.atomic_add(counter, 1, sem="relaxed") + gl.num_programs(0)
+        count = gl.atomic_add(counter, 1, sem="relaxed")
+        if count == num_tiles - 1:  # each program asks once in vain: this is the last of all
+            gl.store(counter, 0)  # for the next launch
+        return count + gl.num_programs(0)
     else:
         return tile + gl.num_programs(0)
 
