@@ -44,6 +44,8 @@ FUNCTIONS = {
     "fwd": "flash_fwd_kernel",
     "fwd_sm90": "flash_fwd_sm90_kernel",
     "bwd_sm90": "flash_bwd_sm90_kernel",
+    "bwd_dkdv_sm90": "flash_bwd_dkdv_sm90_kernel",
+    "bwd_dq_sm90": "flash_bwd_dq_sm90_kernel",
     "bwd_convert": "flash_bwd_convert_kernel",
     "bwd_dkdv": "flash_bwd_dkdv_kernel",
     "bwd_dq": "flash_bwd_dq_kernel",
@@ -105,6 +107,7 @@ class Case:
             head_dim_v=self.head_dim_v or self.head_dim,
             mask=MASKS[self.mask],
             softmax_scale=self.head_dim**-0.5,
+            deterministic="deterministic" in features,
             softcap=30.0 if "softcap" in features else 0.0,
             dropout_p=0.1 if "dropout" in features else 0.0,
             features=frozenset(features),
@@ -173,7 +176,7 @@ def call(kernel: str, p: AttentionProblem, t: AttentionTensors, given: Any = Non
         shape = (p.nheads, t.q.shape[0]) if p.layout == VARLEN else shape
         given = out, torch.empty(shape, dtype=torch.float32, device=t.q.device), out
     out, lse, dout = given
-    if kernel in ("bwd_sm90", "bwd_convert"):
+    if kernel.endswith("_sm90") or kernel == "bwd_convert":
         return GluonBackend().bwd(p, t, out, lse, dout, None, Wanted(), "fa3")
     return backend.bwd(p, t, out, lse, dout, None, WANTED[kernel], algorithm)
 
@@ -365,9 +368,11 @@ def pipeline(kernel: Any) -> dict[str, Any]:
         if target is not None and int(target[1], 16) < int(at, 16):
             found.append((int(target[1], 16), int(at, 16)))
 
-    # a loop over key blocks is the smallest around a warp vote, which each has
-    votes = [int(at, 16) for at, name, _ in lines if name.startswith("VOTE.")]
-    around = [[x for x in found if x[0] <= vote <= x[1]] for vote in votes]
+    # a loop over blocks is the smallest around a warp vote, which each of a forward has and no loop
+    # over tiles, or else around a product
+    marks = [int(at, 16) for at, name, _ in lines if name.startswith("VOTE.")]
+    marks = marks or [int(at, 16) for at, name, _ in lines if name.startswith("HGMMA")]
+    around = [[x for x in found if x[0] <= mark <= x[1]] for mark in marks]
     loops = {min(spans, key=lambda x: x[1] - x[0]) for spans in around if spans}
     spills = [int(at, 16) for at, name, _ in lines if name.startswith(("LDL", "STL"))]
     return {

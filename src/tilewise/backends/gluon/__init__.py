@@ -1,7 +1,8 @@
 """FlashAttention-3 for Hopper, in Gluon.
 
-The backward of what ``bwd.takes`` names is this backend's own, the rest the Triton backend's, which
-reads the same out and lse. Nothing here imports triton until a call is taken.
+The backward of what ``bwd.takes`` or ``bwd_two_pass.takes`` names is this backend's own, the rest
+the Triton backend's, which reads the same out and lse. Nothing here imports triton until a call is
+taken.
 """
 
 from __future__ import annotations
@@ -74,9 +75,10 @@ class GluonBackend:
         """See ``Backend.bwd``."""
         import torch
 
-        from .bwd import bwd, takes
+        from . import bwd, bwd_two_pass
 
-        if not takes(problem):
+        found = [way for way in (bwd, bwd_two_pass) if way.takes(problem)]
+        if not found or tensors.q.numel() * tensors.k.numel() == 0:
             return self._triton.bwd(problem, tensors, out, lse, dout, dlse, wanted, "fa2")
         with torch.cuda.device(tensors.q.device):
-            return bwd(problem, tensors, out, lse, dout, dlse, wanted)
+            return found[0].bwd(problem, tensors, out, lse, dout, dlse, wanted)
