@@ -233,14 +233,14 @@ def _keys_step(
     if DROPOUT:
         minus_delta = statistics(BUFFERS[5].index(st), ROWS, s_layout)
     mbarrier.wait(p_full.index(st), parity)
-    p = BUFFERS[6].index(st).load(s_layout).to(gl.float32)
+    g = BUFFERS[6].index(st).load(s_layout).to(gl.float32)
     dp = warpgroup_mma_wait(0, deps=[dp])
     mbarrier.arrive(dout_empty.index(st), count=1)
     mbarrier.arrive(p_empty.index(st), count=1)
-    if DROPOUT:  # the sign of P says what is dropped
-        dp = gl.where(p > 0.0, dp * keep_scale, 0.0) + minus_delta
-        p = gl.abs(p)
-    ds = gl.convert_layout((p * dp).to(dtype), a_layout, assert_trivial=True)
+    if DROPOUT:  # the sign says what is dropped
+        dp = gl.where(g > 0.0, dp * keep_scale, 0.0) + minus_delta
+        g = gl.abs(g)
+    ds = gl.convert_layout((g * dp).to(dtype), a_layout, assert_trivial=True)
     q = BUFFERS[0].index(st).reshape([ROWS, BLOCK_D])
     dk = warpgroup_mma(ds, q, dk, is_async=True)
     mbarrier.wait(dout_full.index(other), other_parity, pred=more)

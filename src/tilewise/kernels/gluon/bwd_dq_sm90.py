@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ..triton import score, tiles
 from .dropout import drop_tile
 from .gradient import hide, place_of_row, statistics_place
-from .ptx import exp2, opaque_zero
+from .ptx import block_boundary, exp2, opaque_zero
 from .rows import clear_slack, load_seen, store_tile
 from .softmax import to_m
 from .tma import async_load, store_wait
@@ -180,22 +180,26 @@ def _step(
         v = BUFFERS[3].index(st).reshape([KEYS, BLOCK_DV])
     else:
         v = BUFFERS[3].index(zero).reshape([KEYS, BLOCK_DV])
-    do = BUFFERS[1].index(CONSUMER + zero).reshape([ROWS, BLOCK_DV])
-    tile = gl.full([ROWS, KEYS], 0.0, gl.float32, s_layout)
-    dp = warpgroup_mma(do, v.permute([1, 0]), tile, use_acc=False, is_async=True)
     i = m_start + gl.arange(0, ROWS, layout=gl.SliceLayout(1, s_layout))
     j = n_start + gl.arange(0, KEYS, layout=gl.SliceLayout(0, s_layout))
     s, dcap = scores(x, i[:, None], j[None, :], SCORE, MASK, False, APPROX_TANH)
     if cut:
         s = hide(s, i[:, None], j[None, :], MASK)
-    p = exp2(to_m(s, SCORE) - lse_i[:, None])
+    # issued behind the branch: what follows is one basic block, where exponentials and this product
+    # mix, and which the wait for it does not leave upwards
+    do = BUFFERS[1].index(CONSUMER + zero).reshape([ROWS, BLOCK_DV])
+    tile = gl.full([ROWS, KEYS], 0.0, gl.float32, s_layout)
+    dp = warpgroup_mma(do, v.permute([1, 0]), tile, use_acc=False, is_async=True)
+    p = exp2(to_m(s, SCORE) - lse_i[:, None]) * dcap
+    block_boundary(MASK[1])
     dp = warpgroup_mma_wait(0, deps=[dp])
     mbarrier.arrive(empty, count=1)
     if DROPOUT[0] is not None:
         dp = drop_tile(dp, DROPOUT, m_start, n_start) * keep_scale
-    ds = (p * (dp + minus_delta[:, None]) * dcap).to(dtype)
+    ds = (p * (dp + minus_delta[:, None])).to(dtype)
+    ds = gl.convert_layout(ds, a_layout, assert_trivial=True)
     k = BUFFERS[2].index(st).reshape([KEYS, BLOCK_D])
-    dq = warpgroup_mma(gl.convert_layout(ds, a_layout, assert_trivial=True), k, dq, is_async=True)
+    dq = warpgroup_mma(ds, k, dq, is_async=True)
     # after the last block: a product of what is left there, which nobody reads
     mbarrier.wait(k_full.index(other), other_parity, pred=more)
     q = BUFFERS[0].index(CONSUMER + zero).reshape([ROWS, BLOCK_D])

@@ -64,7 +64,7 @@ def _turn(p, keep):
 
 @gluon.jit
 def sign_transposed(p, DROPOUT, m_start, n_start):
-    """p >= 0, (keys, rows), with a minus where dropped; begins at multiples of 16, as above.
+    """p, (keys, rows), not negative, with a minus where dropped; begins at multiples of 16.
 
     A thread holds one column of each pair, so that a draw serves four of its elements: two halves
     of the rows, two halves of the keys.

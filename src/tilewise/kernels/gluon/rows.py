@@ -26,13 +26,15 @@ def load_clear(
     async_load(desc, [entry, row, head, 0], clear, into)
     mbarrier.wait(clear, parity & 1)
     tile = into.reshape([ROWS, WIDTH])
+    # 16 x 64 at a time, since a producer has few registers
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
     for r in gl.static_range(0, ROWS, 16):
         if (at + r < first) | (at + r + 16 > stop):
-            rows = tile.slice(r, 16, dim=0)
             j = at + r + gl.arange(0, 16, layout=gl.SliceLayout(1, layout))
             inside = (j >= first) & (j < stop)
-            rows.store(gl.where(inside[:, None], rows.load(layout), 0.0))
+            for c in gl.static_range(0, WIDTH, 64):
+                part = tile.slice(r, 16, dim=0).slice(c, 64, dim=1)
+                part.store(gl.where(inside[:, None], part.load(layout), 0.0))
     fence_async_shared()
 
 
