@@ -46,6 +46,8 @@ FUNCTIONS = {
     "fwd": "flash_fwd_kernel",
     "fwd_sm90": "flash_fwd_sm90_kernel",
     "bwd_sm90": "flash_bwd_sm90_kernel",
+    "bwd_dkdv_sm90": "flash_bwd_dkdv_sm90_kernel",
+    "bwd_dq_sm90": "flash_bwd_dq_sm90_kernel",
     "bwd_convert": "flash_bwd_convert_kernel",
     "bwd_dkdv": "flash_bwd_dkdv_kernel",
     "bwd_dq": "flash_bwd_dq_kernel",
@@ -107,6 +109,7 @@ class Case:
             head_dim_v=self.head_dim_v or self.head_dim,
             mask=MASKS[self.mask],
             softmax_scale=self.head_dim**-0.5,
+            deterministic="deterministic" in features,
             softcap=30.0 if "softcap" in features else 0.0,
             dropout_p=0.1 if "dropout" in features else 0.0,
             features=frozenset(features),
@@ -365,25 +368,76 @@ def pipeline(kernel: Any) -> dict[str, Any]:
         done = subprocess.run(command, capture_output=True, text=True)
     remarks = re.findall(r"C75\d\d|wgmma[^\n]*", done.stdout + done.stderr)
     lines = re.findall(
-        r"/\*([0-9a-f]{4,5})\*/\s+(?:@!?U?P\w+ )?([A-Z0-9_.]+)([^;]*);",
+        r"/\*([0-9a-f]{4,5})\*/\s+(@!?U?P\w+ )?([A-Z0-9_.]+)([^;]*);",
         _cuobjdump(kernel.asm["cubin"], "-sass"),
     )
-    found: list[tuple[int, int]] = []
-    for at, name, rest in lines:
-        target = re.search(r"0x([0-9a-f]+)", rest) if name == "BRA" else None
-        if target is not None and int(target[1], 16) < int(at, 16):
-            found.append((int(target[1], 16), int(at, 16)))
-
-    # a loop over key blocks is the smallest around a warp vote, which each has
-    votes = [int(at, 16) for at, name, _ in lines if name.startswith("VOTE.")]
-    around = [[x for x in found if x[0] <= vote <= x[1]] for vote in votes]
-    loops = {min(spans, key=lambda x: x[1] - x[0]) for spans in around if spans}
-    spills = [int(at, 16) for at, name, _ in lines if name.startswith(("LDL", "STL"))]
+    code = [(int(at, 16), bool(guard), name, rest) for at, guard, name, rest in lines]
+    if any(name.startswith("VOTE.") for _, _, name, _ in code):
+        loops = _loops_of_votes(code)
+    else:
+        loops = _loops_of_products(code)
+    spills = {at for at, _, name, _ in code if name.startswith(("LDL", "STL"))}
     return {
         "remarks": remarks,
         "loops": len(loops),
-        "loop_spills": max((sum(a <= x <= b for x in spills) for a, b in loops), default=0),
+        "loop_spills": max((len(spills & loop) for loop in loops), default=0),
     }
+
+
+# Of an instruction: its address, whether it has a guard, its name and its operands.
+_Code = list[tuple[int, bool, str, str]]
+
+
+def _target(name: str, rest: str) -> int | None:
+    found = re.search(r"0x([0-9a-f]+)", rest) if name == "BRA" else None
+    return int(found[1], 16) if found else None
+
+
+def _loops_of_votes(code: _Code) -> list[set[int]]:
+    """The addresses of a forward's loops over key blocks: a warp vote tells them from those over
+    tiles, and each is the smallest around its own."""
+    spans = [
+        (target, at)
+        for at, _, name, rest in code
+        if (target := _target(name, rest)) is not None and target < at
+    ]
+    votes = [at for at, _, name, _ in code if name.startswith("VOTE.")]
+    around = [[x for x in spans if x[0] <= vote <= x[1]] for vote in votes]
+    loops = {min(found, key=lambda x: x[1] - x[0]) for found in around if found}
+    return [{at for at, *_ in code if a <= at <= b} for a, b in loops]
+
+
+def _loops_of_products(code: _Code) -> list[set[int]]:
+    """The addresses of loops with a WGMMA: all that leads to it from it."""
+    after: dict[int, list[int]] = {at: [] for at, *_ in code}
+    before: dict[int, list[int]] = {at: [] for at, *_ in code}
+    for (at, guard, name, rest), follower in zip(code, [*code[1:], None], strict=True):
+        target = _target(name, rest)
+        leaves = name in ("EXIT", "BRX") or name.startswith("RET") or name == "BRA"
+        conditional = guard or (name == "BRA" and re.search(r"U?P\d", rest) is not None)
+        steps = [] if target not in after else [target]
+        if follower is not None and (conditional or not leaves):
+            steps.append(follower[0])
+        for step in steps:
+            after[at].append(step)
+            before[step].append(at)
+
+    def reached(start: int, steps: dict[int, list[int]]) -> set[int]:
+        found, left = set(), list(steps[start])
+        while left:
+            at = left.pop()
+            if at not in found:
+                found.add(at)
+                left += steps[at]
+        return found
+
+    loops: list[set[int]] = []
+    for at, _, name, _ in code:
+        if name.startswith("HGMMA") and not any(at in loop for loop in loops):
+            loop = reached(at, after) & reached(at, before)
+            if loop:
+                loops.append(loop)
+    return loops
 
 
 def _cuobjdump(cubin: bytes, option: str) -> str:

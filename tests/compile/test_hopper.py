@@ -14,6 +14,7 @@ pytestmark = pytest.mark.compile
 
 WIDTHS = [(64, 64), (128, 128), (256, 256), (192, 128), (64, 256), (256, 64)]
 FEATURES = ["softcap", "alibi", "sink", "dropout", "varlen", "seqused"]
+TWO_PASS = ["bwd_dkdv_sm90", "bwd_dq_sm90"]
 # A few reloads in a loop of some 700 instructions cost nothing that could be measured.
 MOST_LOOP_SPILLS = 16
 
@@ -24,7 +25,7 @@ def check(answer: list[dict[str, Any]], consumers: int) -> None:
     assert not facts["remarks"]
     assert facts["wgmma.mma_async"] > 0 and facts["cp.async.bulk.tensor"] > 0
     assert facts["setmaxnreg"] > 0
-    assert facts["loops"] == consumers, "one loop over key blocks for each consumer warpgroup"
+    assert facts["loops"] == consumers, "one loop over blocks for each consumer warpgroup"
     assert facts["loop_spills"] <= MOST_LOOP_SPILLS
 
 
@@ -47,6 +48,31 @@ def test_a_feature_of_the_forward(
     check(answer, 3 if head_dim == 64 else 2)
 
 
+@pytest.mark.parametrize("kernel", TWO_PASS)
+@pytest.mark.parametrize("mask", ["full", "causal", "window"])
+@pytest.mark.parametrize("widths", WIDTHS, ids=lambda w: f"{w[0]}-{w[1]}")
+def test_the_two_pass_backward(
+    widths: tuple[int, int], mask: str, kernel: str, compiler: Callable[..., Any]
+) -> None:
+    answer = compiler(
+        kernel=kernel, dtype="bfloat16", head_dim=widths[0], head_dim_v=widths[1], mask=mask,
+        features=["deterministic"],
+    )  # fmt: skip
+    check(answer, 2)
+
+
+@pytest.mark.parametrize("kernel", TWO_PASS)
+@pytest.mark.parametrize("head_dim", [64, 256])
+@pytest.mark.parametrize("feature", FEATURES)
+def test_a_feature_of_the_two_pass_backward(
+    feature: str, head_dim: int, kernel: str, compiler: Callable[..., Any]
+) -> None:
+    features = ["deterministic", feature] + ["varlen"] * (feature == "seqused")
+    check(compiler(kernel=kernel, head_dim=head_dim, mask="causal", features=features), 2)
+
+
 @pytest.mark.parametrize("version", VERSIONS)
 def test_other_versions_of_triton(version: str, compiler: Callable[..., Any]) -> None:
     check(compiler(version, kernel="fwd_sm90", mask="causal"), 2)
+    for kernel in TWO_PASS:
+        check(compiler(version, kernel=kernel, head_dim=256, mask="causal"), 2)

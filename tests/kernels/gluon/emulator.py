@@ -32,6 +32,9 @@ class Tile(torch.Tensor):
     def type(self) -> Any:
         return SimpleNamespace(layout=None)
 
+    def __iadd__(self, other: Any) -> Tile:  # a new value, as there, not the old one's memory
+        return self + other
+
 
 def tile(x: Any) -> Tile:
     return torch.as_tensor(x).as_subclass(Tile)

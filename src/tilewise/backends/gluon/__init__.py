@@ -1,7 +1,8 @@
 """FlashAttention-3 for Hopper, in Gluon.
 
-The backward of what ``bwd.takes`` names is this backend's own, the rest the Triton backend's, which
-reads the same out and lse. Nothing here imports triton until a call is taken.
+The backward of what ``bwd.takes`` or ``bwd_two_pass.takes`` names is this backend's own, the rest
+the Triton backend's, which reads the same out and lse. Nothing here imports triton until a call is
+taken.
 """
 
 from __future__ import annotations
@@ -66,8 +67,9 @@ class GluonBackend:
         algorithm: str,
     ) -> Backward:
         """See ``Backend.backward``."""
-        from .bwd import backward, takes
+        from . import bwd, bwd_two_pass
 
-        if not takes(problem):
+        found = [way for way in (bwd, bwd_two_pass) if way.takes(problem)]
+        if not found or tensors.q.numel() * tensors.k.numel() == 0:
             return self._triton.backward(problem, tensors, dout, wanted, "fa2")
-        return backward(problem, tensors, dout, wanted)
+        return found[0].backward(problem, tensors, dout, wanted)

@@ -10,17 +10,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..triton import score, tiles
+from .gradient import block_of_keys, hide, statistics, statistics_place
 from .ptx import bar_sync, exp2, opaque_zero
-from .rows import clear_slack, load_clear
-from .softmax import NEG_INF, to_m
-from .tma import async_add, async_load, async_store, store_wait
+from .rows import clear_slack, load_clear, load_with_statistic, store_tile
+from .softmax import to_m
+from .tma import async_add, async_load, store_wait
 from .twins import twin
 
 keys_of = twin(tiles.keys_of)
-row_blocks = twin(tiles.row_blocks)
 rows_of = twin(tiles.rows_of)
-rows_of_sequence = twin(tiles.rows_of_sequence)
-tile_of_program = twin(tiles.tile_of_program)
 scores = twin(score.scores)
 slope_of = twin(score.slope_of)
 
@@ -29,53 +27,9 @@ slope_of = twin(score.slope_of)
 # BUFFERS  (q, dout, k, v, lse, delta, ds, dq): shared memory; q, dout, lse and delta are rings of
 #          two blocks of rows, k and v halves of 64 keys
 # BARRIERS (k_full, v_full, q_full, dout_full, empty, ds_full, clear)
-# SIZES    (batch, nheads, group, seqlen_q, seqlen_k, total_q, total_k, num_n_blocks, section,
-#           window_left, window_right)
-# PACKED   (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+# SIZES and PACKED are as in ``gradient``.
 # TILE     (BLOCK_M, BLOCK_D, BY_MBARRIER)
 KEYS: gl.constexpr = gl.constexpr(128)
-
-
-@gluon.jit
-def _block(SIZES, PACKED, TILE: gl.constexpr):
-    """The program's block of keys: head and sequence, and the row blocks that see it."""
-    batch, _, group, seqlen_q, seqlen_k, total_q, total_k, num_n_blocks, section, left, right = (
-        SIZES
-    )
-    cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k = PACKED
-    nheads_kv = SIZES[1] // group
-    n_block, head_id = tile_of_program(
-        gl.program_id(0), num_n_blocks, batch * nheads_kv, section, False
-    )
-    batch_id = head_id // nheads_kv
-    start_q, _length_q, used_q = rows_of_sequence(
-        batch_id, cu_seqlens_q, seqused_q, seqlen_q, total_q
-    )
-    start_k, length_k, used_k = rows_of_sequence(
-        batch_id, cu_seqlens_k, seqused_k, seqlen_k, total_k
-    )
-    MASK = used_q, used_k, left, right
-    n_start = n_block * KEYS
-    m0, m1, m2, m3 = row_blocks(n_start, gl.minimum(n_start + KEYS, used_k), MASK, TILE[0])
-    if n_start + KEYS > used_k:
-        m1, m2 = m3, m3  # the end of the keys cuts every tile
-    if n_start >= used_k:
-        m3 = m0
-    return (
-        batch_id, head_id % nheads_kv, n_start, start_q.to(gl.int32), used_q,
-        start_k.to(gl.int32), length_k, used_k, m0, m1, m2, m3,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _statistics_place(batch_id, head, start_q, SIZES, PACKED):
-    """Line and first column of a head's statistics, and the columns of a line; see
-    ``tiles.padded_statistics_of``."""
-    if PACKED[0] is None:
-        return batch_id * SIZES[1] + head, 0, gl.cdiv(SIZES[3], KEYS) * KEYS
-    else:
-        columns = (SIZES[5] // KEYS + SIZES[0]) * KEYS
-        return head, (start_q // KEYS + batch_id) * KEYS, columns
 
 
 # ------------------------------------------------------------------------------- producer
@@ -91,7 +45,7 @@ def _produce(GIVEN, TILE: gl.constexpr):
     clear = BARRIERS[6]
     (
         batch_id, head_kv, n_start, start_q, used_q, start_k, length_k, used_k, m0, _m1, _m2, m3,
-    ) = _block(SIZES, PACKED, TILE)  # fmt: skip
+    ) = block_of_keys(SIZES, PACKED, BLOCK_M, KEYS)  # fmt: skip
     if (n_start < length_k) & (m0 < m3):
         entry_q = batch_id
         entry_k = batch_id
@@ -124,18 +78,18 @@ def _produce(GIVEN, TILE: gl.constexpr):
         for it in range(0, blocks * SIZES[2]):
             head = head_kv * SIZES[2] + it // blocks
             m_start = m0 + it % blocks * BLOCK_M
-            line, first, _columns = _statistics_place(batch_id, head, start_q, SIZES, PACKED)
+            line, first, _columns = statistics_place(batch_id, head, start_q, SIZES, PACKED)
             st = it % 2
             mbarrier.wait(empty.index(st), it // 2 & 1 ^ 1)
-            cleared = _load_rows(
-                TENSORS[0], TENSORS[4], entry_q, start_q, head, m_start, line, first,
+            cleared = load_with_statistic(
+                TENSORS[0], TENSORS[4], entry_q, start_q + m_start, head, line, first + m_start,
                 BUFFERS[0].index(st), BUFFERS[4].index(st), q_full.index(st), clear, cleared,
-                first_q, stop_q, MAY_CLEAR, BLOCK_M, BLOCK_D,
+                m_start, first_q, stop_q, MAY_CLEAR, BLOCK_M, BLOCK_D,
             )  # fmt: skip
-            cleared = _load_rows(
-                TENSORS[3], TENSORS[5], entry_q, start_q, head, m_start, line, first,
+            cleared = load_with_statistic(
+                TENSORS[3], TENSORS[5], entry_q, start_q + m_start, head, line, first + m_start,
                 BUFFERS[1].index(st), BUFFERS[5].index(st), dout_full.index(st), clear, cleared,
-                first_q, stop_q, MAY_CLEAR, BLOCK_M, BLOCK_D,
+                m_start, first_q, stop_q, MAY_CLEAR, BLOCK_M, BLOCK_D,
             )  # fmt: skip
 
 
@@ -166,53 +120,7 @@ def _load_keys(
     return cleared
 
 
-@gluon.jit
-def _load_rows(
-    desc, desc_statistic, entry, start, head, m_start, line, first_column, into, into_statistic,
-    full, clear, cleared, first, stop, MAY_CLEAR: gl.constexpr, BLOCK_M: gl.constexpr,
-    BLOCK_D: gl.constexpr,
-):  # fmt: skip
-    """A block of Q or dO with its statistic. Rows that see no key may hold anything, too."""
-    if MAY_CLEAR:
-        whole = (m_start >= first) & (m_start + BLOCK_M <= stop)
-    else:
-        whole: gl.constexpr = True
-    if whole:
-        mbarrier.expect(full, BLOCK_M * BLOCK_D * 2 + BLOCK_M * 4)
-        async_load(desc, [entry, start + m_start, head, 0], full, into)
-        async_load(desc_statistic, [line, first_column + m_start], full, into_statistic)
-    elif MAY_CLEAR:
-        load_clear(
-            desc, entry, start + m_start, head, into, clear, cleared, m_start, first, stop, BLOCK_M,
-            BLOCK_D,
-        )  # fmt: skip
-        mbarrier.expect(full, BLOCK_M * 4)
-        async_load(desc_statistic, [line, first_column + m_start], full, into_statistic)
-        cleared += 1
-    return cleared
-
-
 # ------------------------------------------------------------------------------- consumers
-
-
-@gluon.constexpr_function
-def _statistics_layout(block_m):
-    """Each thread has runs of four values, 16 bytes; its place in a warp's quad says which."""
-    registers = [[0, 1], [0, 2]]
-    registers += [[0, 16 << i] for i in range((block_m // 16).bit_length() - 1)]
-    lanes = [[0, 4], [0, 8], [0, 0], [0, 0], [0, 0]]
-    return gl.DistributedLinearLayout(registers, lanes, [[0, 0], [0, 0]], [], [1, block_m])
-
-
-@gluon.jit
-def statistics(buffer, BLOCK_M: gl.constexpr, layout: gl.constexpr):
-    """A statistic of each row as columns of a transposed score tile: (1, BLOCK_M) of ``layout``.
-
-    In memory they stand by 16: pair of columns, half, parity, as ``bwd_preprocess`` writes them.
-    """
-    x = buffer.load(_statistics_layout(BLOCK_M))
-    x = gl.permute(gl.reshape(x, [1, BLOCK_M // 16, 4, 2, 2]), [0, 1, 3, 2, 4])
-    return gl.convert_layout(gl.reshape(x, [1, BLOCK_M]), layout, assert_trivial=True)
 
 
 @gluon.jit
@@ -263,7 +171,7 @@ def _step(
     s, dcap = scores(x, i[None, :], j[:, None], SCORE, MASK, False, APPROX_TANH)
     if MAY_CUT:
         if cut:
-            s = _hide(s, i, j, MASK)
+            s = hide(s, i[None, :], j[:, None], MASK)
     p = exp2(to_m(s, SCORE) - lse)
     pz = gl.convert_layout(p.to(dtype), a_layout, assert_trivial=True)
     dv = warpgroup_mma(pz, do, dv, is_async=True)
@@ -308,21 +216,6 @@ def _step(
 
 
 @gluon.jit
-def _hide(s, i, j, MASK):
-    """s of rows i (columns) and keys j (rows), -inf where the window or the keys' end hides it."""
-    layout: gl.constexpr = s.type.layout
-    seqlen_q, seqlen_k, window_left, window_right = MASK
-    d = i + (seqlen_k - seqlen_q)
-    last = gl.full([s.shape[1]], seqlen_k - 1, gl.int32, gl.SliceLayout(0, layout))
-    if window_right is not None:
-        last = gl.minimum(d + window_right, last)
-    s = gl.where(j[:, None] <= last[None, :], s, NEG_INF)
-    if window_left is not None:
-        s = gl.where(j[:, None] >= (d - window_left)[None, :], s, NEG_INF)
-    return s
-
-
-@gluon.jit
 def _consume(
     GIVEN, OPERANDS, RESULTS, CONSUMER: gl.constexpr, TILE: gl.constexpr, APPROX_TANH: gl.constexpr
 ):
@@ -340,7 +233,7 @@ def _consume(
     k_full, v_full, q_full = BARRIERS[0], BARRIERS[1], BARRIERS[2]
     (
         batch_id, head_kv, n_block, start_q, used_q, start_k, length_k, used_k, m0, m1, m2, m3,
-    ) = _block(SIZES, PACKED, TILE)  # fmt: skip
+    ) = block_of_keys(SIZES, PACKED, BLOCK_M, KEYS)  # fmt: skip
     n_start = n_block + CONSUMER * 64
     MASK = used_q, used_k, SIZES[9], SIZES[10]
     if n_block < length_k:
@@ -388,29 +281,17 @@ def _consume(
             x, dk = warpgroup_mma_wait(0, deps=[x, dk])
             async_add(TENSORS[6], [dq_row, 0], dq_s.index(CONSUMER))
         dk = dk * grad_scale
-        entry_k = batch_id
-        row = n_start
-        if PACKED[1] is not None:
-            entry_k = 0
-            row = start_k + n_start
         # dV leaves through this warpgroup's half of V, dK of K, which the other one reads too
-        whole = n_start + 64 <= length_k
-        if PACKED[1] is None:
-            _store(TENSORS[8], dv.to(dtype), v_s.index(CONSUMER), entry_k, row, head_kv, BLOCK_D)
-            bar_sync(9, 256)
-            _store(TENSORS[7], dk.to(dtype), k_s.index(CONSUMER), entry_k, row, head_kv, BLOCK_D)
-        else:
-            if whole:
-                _store(TENSORS[8], dv.to(dtype), v_s.index(CONSUMER), 0, row, head_kv, BLOCK_D)
-            else:
-                _store_rows(dv_rows, dv_strides, dv.to(dtype), n_start, start_k, length_k, head_kv,
-                            TENSORS[8].shape[3])  # fmt: skip
-            bar_sync(9, 256)
-            if whole:
-                _store(TENSORS[7], dk.to(dtype), k_s.index(CONSUMER), 0, row, head_kv, BLOCK_D)
-            else:
-                _store_rows(dk_rows, dk_strides, dk.to(dtype), n_start, start_k, length_k, head_kv,
-                            TENSORS[7].shape[3])  # fmt: skip
+        VARLEN: gl.constexpr = PACKED[1] is not None
+        store_tile(
+            TENSORS[8], dv_rows, dv_strides, dv.to(dtype), v_s.index(CONSUMER), batch_id, start_k,
+            n_start, length_k, head_kv, VARLEN,
+        )  # fmt: skip
+        bar_sync(9, 256)
+        store_tile(
+            TENSORS[7], dk_rows, dk_strides, dk.to(dtype), k_s.index(CONSUMER), batch_id, start_k,
+            n_start, length_k, head_kv, VARLEN,
+        )  # fmt: skip
         store_wait(0)
 
 
@@ -419,27 +300,10 @@ def _dq_row(
     batch_id, head, m_start, start_q, SIZES, PACKED, CONSUMER: gl.constexpr, TILE: gl.constexpr
 ):
     """Where a block's share of dQ begins in rows of 32."""
-    line, first, columns = _statistics_place(batch_id, head, start_q, SIZES, PACKED)
+    line, first, columns = statistics_place(batch_id, head, start_q, SIZES, PACKED)
     return (line * columns + first + m_start) * (TILE[1] // 32) + CONSUMER * (
         TILE[0] * TILE[1] // 64
     )
-
-
-@gluon.jit
-def _store(desc, x, buffer, entry, row, head, BLOCK_D: gl.constexpr):
-    buffer.reshape([64, BLOCK_D]).store(x)
-    fence_async_shared()
-    async_store(desc, [entry, row, head, 0], buffer)
-
-
-@gluon.jit
-def _store_rows(out, strides, x, n_start, start, length, head, width):
-    layout: gl.constexpr = x.type.layout
-    r = n_start + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
-    c = gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, layout))
-    row = (start + r).to(gl.int64) * strides[1]
-    pointers = out + head * strides[2] + row[:, None] + c[None, :]
-    gl.store(pointers, x, mask=(r < length)[:, None] & (c < width)[None, :])
 
 
 @gluon.jit(

@@ -55,3 +55,49 @@ def drop_tile(p, DROPOUT, m_start, n_start):
     odd = gl.join(gl.join(odd00, odd10), gl.join(odd01, odd11))
     parts = gl.permute(gl.join(even, odd), [0, 4, 1, 2, 5, 3, 6])
     return gl.convert_layout(gl.reshape(parts, p.shape), layout, assert_trivial=True)
+
+
+@gluon.jit
+def _turn(p, keep):
+    return p * gl.where(keep, 1.0, -1.0)
+
+
+@gluon.jit
+def sign_transposed(p, DROPOUT, m_start, n_start):
+    """p, (keys, rows), not negative, with a minus where dropped; begins at multiples of 16.
+
+    A thread holds one column of each pair, so that a draw serves four of its elements: two halves
+    of the rows, two halves of the keys.
+    """
+    layout: gl.constexpr = p.type.layout
+    COLUMNS: gl.constexpr = p.shape[0] // 16
+    ROWS: gl.constexpr = p.shape[1] // 16
+    # key block, half, key; row block, half, pair, parity
+    parts = gl.reshape(p, [COLUMNS, 2, 8, ROWS, 2, 4, 2])
+    parts = gl.permute(parts, [0, 2, 3, 5, 6, 1, 4])
+    upper, lower = gl.split(parts)  # halves of rows
+    upper0, upper1 = gl.split(upper)  # halves of keys
+    lower0, lower1 = gl.split(lower)
+
+    whole: gl.constexpr = upper0.type.layout  # key block, key, row block, pair, parity
+    of_0123: gl.constexpr = gl.SliceLayout(4, whole)
+    of_01: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, of_0123))
+    of_234: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, whole))
+    of_23: gl.constexpr = gl.SliceLayout(2, of_234)
+    key_block = gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, of_01))[:, None]
+    key = gl.arange(0, 8, layout=gl.SliceLayout(0, of_01))[None, :]
+    row_block = gl.arange(0, ROWS, layout=gl.SliceLayout(1, of_23))[:, None]
+    pair = gl.arange(0, 4, layout=gl.SliceLayout(0, of_23))[None, :]
+    parity = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(0, of_234)))
+    c0 = (m_start // 2 + 8 * row_block + 2 * pair)[:, :, None] + parity[None, :][None, :, :]
+    c1 = (n_start // 4 + 4 * key_block + key // 2)[:, :, None][:, :, :, None][:, :, :, :, None]
+    w00, w01, w10, w11 = philox(DROPOUT, c0[None, :, :, :][None, :, :, :, :], c1)
+
+    # the half of each word that is the key's own, in its upper half
+    shift = ((1 - key % 2) * 16 + 0 * key_block).to(gl.uint32)
+    shift = shift[:, :, None][:, :, :, None][:, :, :, :, None]
+    t = gl.cast(DROPOUT[1], gl.uint32) << 16
+    upper = gl.join(_turn(upper0, (w00 << shift) >= t), _turn(upper1, (w01 << shift) >= t))
+    lower = gl.join(_turn(lower0, (w10 << shift) >= t), _turn(lower1, (w11 << shift) >= t))
+    parts = gl.permute(gl.join(upper, lower), [0, 5, 1, 2, 6, 3, 4])
+    return gl.convert_layout(gl.reshape(parts, p.shape), layout, assert_trivial=True)

@@ -1,10 +1,10 @@
-"""Tiles of rows on their way into shared memory."""
+"""Tiles of rows on their way into shared memory and out of it."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from .tma import async_load
+from .tma import async_load, async_store
 
 
 @gluon.jit
@@ -26,14 +26,91 @@ def load_clear(
     async_load(desc, [entry, row, head, 0], clear, into)
     mbarrier.wait(clear, parity & 1)
     tile = into.reshape([ROWS, WIDTH])
+    # 16 x 64 at a time, since a producer has few registers
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
     for r in gl.static_range(0, ROWS, 16):
         if (at + r < first) | (at + r + 16 > stop):
-            rows = tile.slice(r, 16, dim=0)
             j = at + r + gl.arange(0, 16, layout=gl.SliceLayout(1, layout))
             inside = (j >= first) & (j < stop)
-            rows.store(gl.where(inside[:, None], rows.load(layout), 0.0))
+            for c in gl.static_range(0, WIDTH, 64):
+                part = tile.slice(r, 16, dim=0).slice(c, 64, dim=1)
+                part.store(gl.where(inside[:, None], part.load(layout), 0.0))
     fence_async_shared()
+
+
+@gluon.jit
+def load_seen(
+    desc, entry, row, head, into, full, clear, cleared, at, first, stop, MAY_CLEAR: gl.constexpr,
+    ROWS: gl.constexpr, WIDTH: gl.constexpr,
+):  # fmt: skip
+    """Loads a tile, whose arrival ``full`` tells; rows outside of [first, stop) become 0. They may
+    hold anything, and 0 times NaN is NaN. Returns ``cleared``, the uses of ``clear`` so far."""
+    if MAY_CLEAR:
+        whole = (at >= first) & (at + ROWS <= stop)
+    else:
+        whole: gl.constexpr = True
+    if whole:
+        mbarrier.expect(full, ROWS * WIDTH * 2)
+        async_load(desc, [entry, row, head, 0], full, into)
+    elif MAY_CLEAR:
+        load_clear(desc, entry, row, head, into, clear, cleared, at, first, stop, ROWS, WIDTH)
+        mbarrier.arrive(full, count=1)
+        cleared += 1
+    return cleared
+
+
+@gluon.jit
+def load_with_statistic(
+    desc, desc_statistic, entry, row, head, line, column, into, into_statistic, full, clear,
+    cleared, at, first, stop, MAY_CLEAR: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr,
+):  # fmt: skip
+    """``load_seen`` of Q or dO with the statistic of each row."""
+    if MAY_CLEAR:
+        whole = (at >= first) & (at + ROWS <= stop)
+    else:
+        whole: gl.constexpr = True
+    if whole:
+        mbarrier.expect(full, ROWS * WIDTH * 2 + ROWS * 4)
+        async_load(desc, [entry, row, head, 0], full, into)
+        async_load(desc_statistic, [line, column], full, into_statistic)
+    elif MAY_CLEAR:
+        load_clear(desc, entry, row, head, into, clear, cleared, at, first, stop, ROWS, WIDTH)
+        mbarrier.expect(full, ROWS * 4)
+        async_load(desc_statistic, [line, column], full, into_statistic)
+        cleared += 1
+    return cleared
+
+
+@gluon.jit
+def store_tile(
+    desc, pointer, strides, x, buffer, entry, start, at, length, head, PACKED: gl.constexpr
+):
+    """Begins to write rows at, at + 1, ... of a sequence, below ``length``, through shared memory
+    by TMA, which stops at a dense tensor's end; a packed sequence's last rows go by pointers."""
+    if PACKED:
+        if at + x.shape[0] <= length:
+            _store_whole(desc, x, buffer, 0, start + at, head)
+        else:
+            _store_rows(pointer, strides, x, start, at, length, head, desc.shape[3])
+    else:
+        _store_whole(desc, x, buffer, entry, at, head)
+
+
+@gluon.jit
+def _store_whole(desc, x, buffer, entry, row, head):
+    buffer.reshape([x.shape[0], x.shape[1]]).store(x)
+    fence_async_shared()
+    async_store(desc, [entry, row, head, 0], buffer)
+
+
+@gluon.jit
+def _store_rows(pointer, strides, x, start, at, length, head, width):
+    layout: gl.constexpr = x.type.layout
+    r = at + gl.arange(0, x.shape[0], layout=gl.SliceLayout(1, layout))
+    c = gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, layout))
+    row = (start + r).to(gl.int64) * strides[1]
+    pointers = pointer + head * strides[2] + row[:, None] + c[None, :]
+    gl.store(pointers, x, mask=(r < length)[:, None] & (c < width)[None, :])
 
 
 @gluon.jit
