@@ -13,7 +13,6 @@ from __future__ import annotations
 import builtins
 import operator
 import threading
-from collections import defaultdict
 from functools import reduce as fold
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
@@ -376,7 +375,7 @@ def _language(program: int, programs: int, lock: Any) -> SimpleNamespace:
         SwizzledSharedLayout=layout,
         DistributedLinearLayout=layout,
         NVMMASharedLayout=SimpleNamespace(get_default_for=layout),
-        named=defaultdict(Named),
+        named=[Named() for _ in range(16)],  # all at once: threads would race to make them
     )
 
 
