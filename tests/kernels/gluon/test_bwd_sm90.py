@@ -40,6 +40,7 @@ def test_grouped_heads_and_batches(dtype, heads, assert_gradients_agree):
         {"sink": torch.tensor([0.3, -1.0])},
         {"softmax_scale": -0.3},
         {"softmax_scale": 0.0},
+        {"dropout_p": 0.3, "seed": 1234567890123},
     ],
     ids=str,
 )

@@ -23,13 +23,12 @@ BLOCK_N: int = KEYS.value
 
 
 def takes(p: AttentionProblem) -> bool:
-    """Whether the one pass can compute a call: heads up to 128 wide, of one width, without dropout,
-    in any order of additions."""
+    """Whether the one pass can compute a call: heads up to 128 wide, of one width, in any order
+    of additions."""
     return (
         p.head_dim == p.head_dim_v
         and p.head_dim <= 128
         and not p.deterministic
-        and "dropout" not in p.features
         and p.batch * p.nheads * p.seqlen_q * p.seqlen_k > 0
     )
 
@@ -46,7 +45,9 @@ def backward(
     more = operand_gradients(p, tensors, wanted, BACKWARD)
     new_dq, new_dk, new_dv = map(room_like, tensors[:3])
     new_lse, new_delta = statistics(p, tensors.q)
-    block_m, block_d = (128, 64) if p.head_dim <= 64 else (64, 128)
+    block_d = 64 if p.head_dim <= 64 else 128
+    # a mask is drawn in registers, which 128 rows leave none of
+    block_m = 128 if block_d == 64 and "dropout" not in p.features else 64
     heads, rows = statistics_shape(p, tensors.q)
     shape = (heads * rows * block_d // 32, 32)
     new_sum = partial(torch.zeros, shape, dtype=torch.float32, device=device)

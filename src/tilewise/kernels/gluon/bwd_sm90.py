@@ -10,6 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..triton import score, tiles
+from .dropout import sign_transposed
 from .gradient import block_of_keys, hide, statistics, statistics_place
 from .ptx import bar_sync, exp2, opaque_zero
 from .rows import clear_slack, load_clear, load_with_statistic, store_tile
@@ -136,8 +137,8 @@ def in_register_order(dq, WIDTH: gl.constexpr):
 @gluon.jit
 def _step(
     x, dk, dv, st, parity, more, cut, dq_row, dq_next, m_start, n_start, BUFFERS, BARRIERS, dq_desc,
-    SCORE, MASK, MAY_CUT: gl.constexpr, CONSUMER: gl.constexpr, TILE: gl.constexpr,
-    dtype: gl.constexpr, APPROX_TANH: gl.constexpr,
+    SCORE, MASK, DROPOUT, keep_scale, MAY_CUT: gl.constexpr, CONSUMER: gl.constexpr,
+    TILE: gl.constexpr, dtype: gl.constexpr, APPROX_TANH: gl.constexpr,
 ):  # fmt: skip
     """One block of rows. x = K Q^T of it is in flight, and dQ of the block before is in shared
     memory, to be added at dq_row."""
@@ -160,12 +161,13 @@ def _step(
 
     mbarrier.wait(dout_full.index(st), parity)
     tile = gl.full([64, BLOCK_M], 0.0, gl.float32, s_layout)
-    # dP starts at -delta
-    minus_delta = statistics(BUFFERS[5].index(st), BLOCK_M, s_layout) + tile
+    start = tile
+    if DROPOUT[0] is None:  # dP starts at -delta, unless a factor comes between them
+        start = statistics(BUFFERS[5].index(st), BLOCK_M, s_layout) + tile
     lse = statistics(BUFFERS[4].index(st), BLOCK_M, s_layout)
     x = warpgroup_mma_wait(0, deps=[x])
     v = v_s.index(CONSUMER + zero).reshape([64, BLOCK_D])
-    dp = warpgroup_mma(v, do.permute([1, 0]), minus_delta, is_async=True)
+    dp = warpgroup_mma(v, do.permute([1, 0]), start, use_acc=DROPOUT[0] is None, is_async=True)
     i = m_start + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, s_layout))
     j = n_start + gl.arange(0, 64, layout=gl.SliceLayout(1, s_layout))
     s, dcap = scores(x, i[None, :], j[:, None], SCORE, MASK, False, APPROX_TANH)
@@ -173,9 +175,17 @@ def _step(
         if cut:
             s = hide(s, i[None, :], j[:, None], MASK)
     p = exp2(to_m(s, SCORE) - lse)
-    pz = gl.convert_layout(p.to(dtype), a_layout, assert_trivial=True)
+    kept = p
+    if DROPOUT[0] is not None:
+        p = sign_transposed(p, DROPOUT, m_start, n_start)
+        kept = gl.maximum(p, 0.0)
+    pz = gl.convert_layout(kept.to(dtype), a_layout, assert_trivial=True)
     dv = warpgroup_mma(pz, do, dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=[dp])
+    if DROPOUT[0] is not None:
+        dp = gl.where(p > 0.0, dp * keep_scale, 0.0)
+        dp += statistics(BUFFERS[5].index(st), BLOCK_M, s_layout)
+        p = gl.abs(p)
     ds = (p * dp * dcap).to(dtype)
     ds_s.index(st * 2 + CONSUMER).store(ds)
     fence_async_shared()  # for dS, and for dQ of the block before
@@ -227,7 +237,8 @@ def _consume(
     dtype: gl.constexpr = TENSORS[0].dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
-    softmax_scale, grad_scale, softcap, alibi_slopes, slope_strides = OPERANDS
+    softmax_scale, grad_scale, softcap, alibi_slopes, slope_strides = OPERANDS[0:5]
+    seed, dropout_threshold, keep_scale = OPERANDS[5:8]
     dk_rows, dv_rows, dk_strides, dv_strides = RESULTS
     k_s, v_s, dq_s = BUFFERS[2], BUFFERS[3], BUFFERS[7]
     k_full, v_full, q_full = BARRIERS[0], BARRIERS[1], BARRIERS[2]
@@ -271,16 +282,20 @@ def _consume(
                     0,
                     None,
                 )
+                DROPOUT = seed, dropout_threshold, head, batch_id
                 dq_next = _dq_row(batch_id, head, m_start, start_q, SIZES, PACKED, CONSUMER, TILE)
                 x, dk, dv, st, parity, dq_row = _step(
                     x, dk, dv, st, parity, it + 1 < blocks * SIZES[2],
                     (m_start < m1) | (m_start >= m2), dq_row, dq_next, m_start, n_start, BUFFERS,
-                    BARRIERS, TENSORS[6], SCORE, MASK, True, CONSUMER, TILE, dtype, APPROX_TANH,
+                    BARRIERS, TENSORS[6], SCORE, MASK, DROPOUT, keep_scale, True, CONSUMER, TILE,
+                    dtype, APPROX_TANH,
                 )  # fmt: skip
             fence_async_shared()
             x, dk = warpgroup_mma_wait(0, deps=[x, dk])
             async_add(TENSORS[6], [dq_row, 0], dq_s.index(CONSUMER))
         dk = dk * grad_scale
+        if seed is not None:
+            dv = dv * keep_scale
         # dV leaves through this warpgroup's half of V, dK of K, which the other one reads too
         VARLEN: gl.constexpr = PACKED[1] is not None
         store_tile(
@@ -319,6 +334,7 @@ def _dq_row(
         "section",
         "window_left",
         "window_right",
+        "dropout_threshold",
     ]
 )
 def flash_bwd_sm90_kernel(
@@ -334,6 +350,7 @@ def flash_bwd_sm90_kernel(
     dk_rows,
     dv_rows,
     alibi_slopes,
+    seed,
     cu_seqlens_q,
     cu_seqlens_k,
     seqused_q,
@@ -355,6 +372,8 @@ def flash_bwd_sm90_kernel(
     softcap,
     window_left,
     window_right,
+    dropout_threshold,
+    keep_scale,
     BLOCK_M: gl.constexpr,
     BLOCK_D: gl.constexpr,
     BY_MBARRIER: gl.constexpr,
@@ -364,8 +383,9 @@ def flash_bwd_sm90_kernel(
 ):
     """Gradients of keys and values, and of queries in float32.
 
-    Computes: dV = P^T dO, dK = grad_scale dS^T Q and dQ = dS K, with P = exp(s - lse) and
-        dS = P (dO V^T - delta), each tile recomputed once for all three.
+    Computes: dV = (P Z)^T dO, dK = grad_scale dS^T Q and dQ = dS K, with P = exp(s - lse), Z the
+        dropout mask over 1 - dropout_p and dS = P (dO V^T Z - delta), each tile recomputed once for
+        all three.
     Grid: flat over blocks of 128 keys, key heads and sequences; a program owns one block, 64 keys
         for each of two warpgroups, and takes the query heads of its group and their blocks of
         rows, which a producer warp loads by TMA.
@@ -413,7 +433,10 @@ def flash_bwd_sm90_kernel(
         window_left, window_right,
     )  # fmt: skip
     PACKED = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
-    OPERANDS = softmax_scale, grad_scale, softcap, alibi_slopes, slope_strides
+    OPERANDS = (
+        softmax_scale, grad_scale, softcap, alibi_slopes, slope_strides, seed, dropout_threshold,
+        keep_scale,
+    )  # fmt: skip
     RESULTS = dk_rows, dv_rows, dk_strides, dv_strides
     given = TENSORS, BUFFERS, BARRIERS, SIZES, PACKED
     gl.warp_specialize(
