@@ -60,7 +60,7 @@ def assert_gradients_agree(monkeypatch):
     """Holds the emulated backward, after the reference's forward, against the oracle."""
     monkeypatch.setattr(launch.Launch, "__call__", _launch)
 
-    def check(inputs, against=None):
+    def check(inputs, against=None, **wanted):
         q = inputs["q"]
         arguments = {n: x for n, x in inputs.items() if n not in "qkv"}
         tensors, scalars = _operands(q, inputs["k"], inputs["v"], arguments)
@@ -70,7 +70,7 @@ def assert_gradients_agree(monkeypatch):
         out, lse, _ = reference.attention(problem, tensors, torch.float64)
         out, lse = out.to(q.dtype), lse.float()
         dout, dlse = cotangents(out, lse)
-        wanted = Wanted(dsink=tensors.sink is not None)
+        wanted = Wanted(dsink=tensors.sink is not None, **wanted)
         with testing.poisoned_memory():
             g = way.backward(problem, tensors, dout, wanted)(tensors, out, lse, dout, dlse)
         got = testing.Results(out, lse, g.dq, g.dk, g.dv, None, g.dsink)

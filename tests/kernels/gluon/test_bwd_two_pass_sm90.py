@@ -151,3 +151,11 @@ def test_strides_that_tma_cannot_read(assert_gradients_agree):
     inputs["k"] = inputs["k"][..., ::2]
     inputs["v"] = inputs["v"].transpose(1, 3).contiguous().transpose(1, 3)[..., :64]
     assert_gradients_agree(ordered(inputs))
+
+
+@pytest.mark.parametrize("only", ["dq", "dk", "dv"])
+def test_only_what_is_wanted(only, assert_gradients_agree):
+    wanted = {name: name == only for name in ("dq", "dk", "dv")}
+    got = assert_gradients_agree(ordered(qkv(70, 140)), **wanted)
+    assert getattr(got, only) is not None
+    assert (got.dq is None) == (only != "dq") and (got.dk is None) == (only == "dq")
