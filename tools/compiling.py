@@ -168,9 +168,8 @@ def prepared(
     from tilewise.backends.gluon import GluonBackend
     from tilewise.backends.triton import TritonBackend
 
-    backend = (
-        GluonBackend() if kernel in ("fwd_sm90", "bwd_sm90", "bwd_convert") else TritonBackend()
-    )
+    gluon = kernel.endswith("_sm90") or kernel == "bwd_convert"
+    backend = GluonBackend() if gluon else TritonBackend()
     algorithm = "fa1" if kernel.startswith("fa1") else backend.algorithms[0]
     if kernel in ("fwd_sm90", "fwd", "fa1_fwd"):
         return partial(backend.forward(p, t, algorithm), t)

@@ -20,6 +20,8 @@ from ..triton.operands import operand_gradients
 from .fwd import unfit_for_tma
 
 BLOCK_N: int = KEYS.value
+# What needs registers between S and dS, of which 128 rows leave none.
+_LONG_SCORES = {"softcap", "alibi", "dropout"}
 
 
 def takes(p: AttentionProblem) -> bool:
@@ -46,8 +48,7 @@ def backward(
     new_dq, new_dk, new_dv = map(room_like, tensors[:3])
     new_lse, new_delta = statistics(p, tensors.q)
     block_d = 64 if p.head_dim <= 64 else 128
-    # a mask is drawn in registers, which 128 rows leave none of
-    block_m = 128 if block_d == 64 and "dropout" not in p.features else 64
+    block_m = 128 if block_d == 64 and not _LONG_SCORES & p.features else 64
     heads, rows = statistics_shape(p, tensors.q)
     shape = (heads * rows * block_d // 32, 32)
     new_sum = partial(torch.zeros, shape, dtype=torch.float32, device=device)
