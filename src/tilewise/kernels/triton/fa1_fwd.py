@@ -5,7 +5,7 @@ import triton.language as tl
 
 from .dropout import drop, kept
 from .score import bias_of, hides_keys, scores, slope_of, to_lse
-from .scratch import load_scratch, scratch_of, scratch_row, store_scratch
+from .scratch import load_flat, load_scratch, scratch_of, scratch_row, store_scratch, tile_of
 from .softmax import initial_state, online_softmax
 from .tiles import (
     clear_slack,
@@ -52,6 +52,7 @@ def _visit_rows(
         q = load_rows(Q, m_start, 0, used_q, BLOCK_M, HEAD_DIM, BLOCK_D, USE_TMA, CHECK)  # 9
         m_i = tl.load(M_i + offs_m)  # (BLOCK_M,)
         l_i = tl.load(L_i + offs_m)
+        flat = load_flat(O_i, m_start, BLOCK_M, BLOCK_DV)  # on its way while the scores are made
         s = tl.dot(q, k.T, input_precision=PRECISION)  # 10: (BLOCK_M, BLOCK_N)
         s, _ = scores(s, offs_m[:, None], j, SCORE, MASK, MASKED, APPROX_TANH)  # 11
         GUARD: tl.constexpr = MASKED or SCORE[3] is not None or SCORE[4] is not None
@@ -64,7 +65,7 @@ def _visit_rows(
         if SCORE[3] is not None or SCORE[4] is not None:
             v_i = tl.where(hides_keys(s)[:, None], 0.0, v)  # 0 times NaN is NaN
         pv = tl.dot(p.to(v.dtype), v_i, input_precision=PRECISION)
-        o = load_scratch(O_i, m_start, BLOCK_M, BLOCK_DV) * (alpha * l_i * inverse)[:, None]
+        o = tile_of(flat, BLOCK_M, BLOCK_DV) * (alpha * l_i * inverse)[:, None]
         o += pv * inverse[:, None]
         store_scratch(O_i, m_start, o, BLOCK_M, BLOCK_DV)  # 15
         tl.store(M_i + offs_m, m_new)  # 16

@@ -30,10 +30,21 @@ def scratch_of(x, head, rows, row, WIDTH: tl.constexpr):
 @triton.jit
 def load_scratch(x, m_start, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr):
     """The tile of rows m_start, ... of one head, (BLOCK_M, WIDTH)."""
+    return tile_of(load_flat(x, m_start, BLOCK_M, WIDTH), BLOCK_M, WIDTH)
+
+
+@triton.jit
+def load_flat(x, m_start, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr):
+    """The same tile as it lies in memory, to be loaded before it is needed."""
     x += tl.cast(m_start, tl.int64) * WIDTH
-    tile = tl.load(x + tl.arange(0, BLOCK_M * WIDTH))
+    return tl.load(x + tl.arange(0, BLOCK_M * WIDTH))
+
+
+@triton.jit
+def tile_of(flat, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr):
+    """(BLOCK_M, WIDTH) of what ``load_flat`` loaded."""
     # column // 8, row // 16, row % 8, column % 8 // 2, row % 16 // 8, column % 2
-    tile = tile.reshape([WIDTH // 8, BLOCK_M // 16, 8, 4, 2, 2])
+    tile = flat.reshape([WIDTH // 8, BLOCK_M // 16, 8, 4, 2, 2])
     return tile.permute([1, 4, 2, 0, 3, 5]).reshape([BLOCK_M, WIDTH])
 
 
