@@ -186,7 +186,7 @@ def active(monkeypatch):
         ({"is_causal": True}, None),
         ({"scale": 0.4}, None),
         ({}, (2, 1, 5, 7)),
-        ({}, (7,)),
+        ({}, (5, 7)),
     ],
     ids=str,
 )
