@@ -19,15 +19,15 @@ MASKING = "transformers.masking_utils"
 
 
 class Band(NamedTuple):
-    """Key j is within the band of row i when -left <= j + kv_offset - i - q_offset <= right.
+    """A diagonal band, which ends ``room`` keys before the bottom right corner.
 
-    A side of -1 has no limit.
+    Row i of seqlen_q sees key j of seqlen_k when -left <= j - i - (seqlen_k - seqlen_q - room) <=
+    right; a side of -1 has no limit.
     """
 
     left: int
     right: int
-    q_offset: int = 0
-    kv_offset: int = 0
+    room: int = 0
 
 
 class PatternMask(Tensor):
@@ -115,8 +115,8 @@ def dense_mask(
     documents: Tensor | None = None,
 ) -> Tensor:
     """(batch or 1, 1, seqlen_q, seqlen_k) bool, True where all that is given lets a row see."""
-    rows = torch.arange(seqlen_q, device=device)[:, None] + band.q_offset
-    distance = torch.arange(seqlen_k, device=device) + band.kv_offset - rows
+    diagonal = torch.arange(seqlen_q, device=device)[:, None] + seqlen_k - seqlen_q - band.room
+    distance = torch.arange(seqlen_k, device=device) - diagonal
     seen = torch.ones_like(distance, dtype=torch.bool)
     if band.right >= 0:
         seen = seen & (distance <= band.right)
@@ -157,13 +157,19 @@ def recognise(mask_function: Callable[..., Any]) -> tuple[int, int, Tensor | Non
     Returns:
         left and right as in ``Band``, and the documents; None for any other function.
     """
+    documents = None
     together = _conjuncts(mask_function)
-    if together is not None and _is(together[0], "remap_positions_for_packed_sequence.inner_mask"):
-        packed = _closure(together[1], "packed_sequence_mask_function.inner_mask")
-        band = _band(_closure(together[0])["mask_function"])
-        return None if band is None or not packed else (*band, packed["packed_sequence_mask"])
+    if together is not None:
+        base, packed = (
+            together[0],
+            _closure(together[1], "packed_sequence_mask_function.inner_mask"),
+        )
+        if packed:  # positions that start again go up by one within a document, as rows do
+            remapped = _closure(base, "remap_positions_for_packed_sequence.inner_mask")
+            mask_function = remapped.get("mask_function", base)
+            documents = packed["packed_sequence_mask"]
     band = _band(mask_function)
-    return None if band is None else (*band, None)
+    return None if band is None else (*band, documents)
 
 
 def _band(mask_function: Callable[..., Any]) -> tuple[int, int] | None:

@@ -37,10 +37,6 @@ class Seen(NamedTuple):
     documents: Tensor | None = None
     mask: Tensor | None = None
 
-    def limited(self) -> bool:
-        """Whether there is a window."""
-        return self.left >= 0 or self.right >= 0
-
 
 def seen_by_mask(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor, position_ids: Tensor | None
@@ -69,16 +65,15 @@ def seen_by_mask(
             "attention_mask", f"shape {tuple(mask.shape)}",
             f"there are {seqlen_q} rows and {seqlen_k} keys",
         )  # fmt: skip
-    left, right, q_offset, kv_offset = mask.band
+    left, right, room = mask.band
     seen = Seen(left, right, mask.keep, mask.documents)
-    past_diagonal = seqlen_k - seqlen_q - (q_offset - kv_offset)
-    if past_diagonal == 0 or not seen.limited():
+    if room == 0:
         if mask.asked or mask.documents is not None or right != 0:
             return k, v, seen
         return k, v, seen._replace(documents=_documents(q, k, position_ids))
-    if past_diagonal < 0 or right != 0:
+    if right != 0:
         return k, v, Seen(mask=mask.dense())
-    k, v = k[:, : seqlen_k - past_diagonal], v[:, : seqlen_k - past_diagonal]
+    k, v = k[:, : seqlen_k - room], v[:, : seqlen_k - room]
     keep = None if mask.keep is None else mask.keep[:, : k.shape[1]]
     return k, v, seen._replace(keep=keep)
 

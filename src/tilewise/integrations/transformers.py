@@ -31,7 +31,8 @@ NAME = "tilewise"
 HARMLESS = frozenset(
     {
         "cache_position", "encoder_hidden_states", "input_ids", "inputs_embeds", "labels",
-        "layer_idx", "logits_to_keep", "num_items_in_batch", "output_hidden_states",
+        "layer_idx", "logits_to_keep", "mm_token_type_ids", "num_items_in_batch",
+        "output_hidden_states",
         "output_router_logits", "past_key_value", "past_key_values", "position_embeddings",
         "return_dict", "token_type_ids", "use_cache",
     }
@@ -80,21 +81,31 @@ def _pattern_mask(
     *,
     batch_size: int = 0,
     q_length: int | None = None,
-    kv_length: int | None = None,
+    kv_length: int = 0,
     q_offset: int | Tensor = 0,
-    kv_offset: int | Tensor = 0,
+    kv_offset: int = 0,
     mask_function: Callable[..., Any] | None = None,
     attention_mask: Tensor | None = None,
-    device: torch.device | str = "cpu",
+    device: torch.device | str | None = None,
+    cache_position: Tensor | None = None,
     **_: Any,
 ) -> PatternMask | None:
-    """None where the function is no pattern, or a number is a tensor, as in a static cache."""
+    """None where the function is no pattern, or for the steps of a static cache.
+
+    Those may be compiled one by one, and a number that changes would have them compiled anew.
+    """
     found = None if mask_function is None else recognise(mask_function)
-    if found is None or not (type(q_length) is type(kv_length) is int):
+    if q_length is None and cache_position is not None:  # as in 5.0
+        q_length, device = cache_position.shape[0], cache_position.device
+        q_offset = int(cache_position[0]) if q_length > 1 else cache_position
+    numbers = (q_length, kv_length, q_offset, kv_offset)
+    if found is None or not all(type(number) is int for number in numbers):
         return None
-    if not (type(q_offset) is type(kv_offset) is int):
-        return None
+    assert q_length is not None and isinstance(q_offset, int)
     left, right, documents = found
+    room = 0 if left < 0 and right < 0 else kv_offset + kv_length - q_offset - q_length
+    if room < 0:
+        return None
     keep = None
     if attention_mask is not None:
         keep = attention_mask.bool()[:, kv_offset : kv_offset + kv_length]
@@ -102,8 +113,8 @@ def _pattern_mask(
         keep = None if keep.all() else keep
     return PatternMask(
         (batch_size, 1, q_length, kv_length),
-        torch.device(device),
-        Band(left, right, q_offset, kv_offset),
+        torch.device("cpu" if device is None else device),
+        Band(left, right, room),
         keep,
         documents,
         asked=attention_mask is not None,
