@@ -181,7 +181,7 @@ def test_the_fourth_argument_is_the_scale():
     q, k, v = (torch.randn(1, 6, 2, 8, requires_grad=True) for _ in range(3))
     want = tilewise.flash_attn_func(q, k, v, softmax_scale=0.7, causal=True)
     torch.testing.assert_close(fa3.flash_attn_func(q, k, v, 0.7, True), want)
-    out, lse = fa3.flash_attn_func(q, k, v, 0.7, True, return_attn_probs=True)
+    _, lse = fa3.flash_attn_func(q, k, v, 0.7, True, return_attn_probs=True)
     assert lse.shape == (1, 2, 6)
     torch.testing.assert_close(
         fa3.flash_attn_func(q, k, v, num_splits=3), fa3.flash_attn_func(q, k, v)
