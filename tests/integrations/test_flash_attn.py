@@ -275,6 +275,22 @@ def test_a_ring(packed, version):
     torch.testing.assert_close(dq, shaped(wanted[0]))
 
 
+def test_halves_compile():
+    from flash_attn.flash_attn_interface import _flash_attn_backward, _flash_attn_forward
+
+    def both(q, k, v, dq, dk, dv):
+        options = {"dropout_p": 0.0, "softmax_scale": 0.3, "causal": True}
+        out, lse, *_ = _flash_attn_forward(q, k, v, **options)
+        _flash_attn_backward(out, q, k, v, out, lse, dq, dk, dv, **options)
+        return out, dq, dk, dv
+
+    inputs = [torch.randn(1, 6, 2, 8) for _ in range(3)]
+    results = []
+    for function in (both, torch.compile(both, fullgraph=True, backend="aot_eager")):
+        results.append(function(*inputs, *(torch.zeros_like(x) for x in inputs)))
+    torch.testing.assert_close(*results)
+
+
 def test_dropout_in_halves():
     from flash_attn.flash_attn_interface import _flash_attn_backward, _flash_attn_forward
 

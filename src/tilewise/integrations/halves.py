@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..arguments import Options, Packing, dense_call, packed_call
 from ..backends.base import AttentionTensors, lse_dtype
-from ..ops.attention import run_bwd, run_fwd
+from ..ops.attention import flash_attn_bwd, flash_attn_fwd, run_bwd, run_fwd
 from ..ops.schema import Scalars
 
 
@@ -37,7 +37,8 @@ def forward(
     """
     with torch.no_grad():
         tensors, scalars = _call(q, k, v, packing, options)
-        out, lse = run_fwd(_flat(tensors, scalars))
+        flat = _flat(tensors, scalars)
+        out, lse = flash_attn_fwd(*flat) if torch.compiler.is_compiling() else run_fwd(flat)
     return out, lse.to(torch.float64 if q.dtype == torch.float64 else torch.float32), tensors.seed
 
 
@@ -71,7 +72,9 @@ def backward(
         tensors, scalars = _call(q, k, v, packing, options)
         lse = lse.to(lse_dtype(tensors))
         wanted = [True, True, True, False, False]
-        dq, dk, dv, *_ = run_bwd((dout, None, *_flat(tensors, scalars), out, lse, wanted))
+        flat = (dout, None, *_flat(tensors, scalars), out, lse, wanted)
+        compiling = torch.compiler.is_compiling()
+        dq, dk, dv, *_ = flash_attn_bwd(*flat) if compiling else run_bwd(flat)
     return dq, dk, dv
 
 

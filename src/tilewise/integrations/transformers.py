@@ -32,9 +32,8 @@ HARMLESS = frozenset(
     {
         "cache_position", "encoder_hidden_states", "input_ids", "inputs_embeds", "labels",
         "layer_idx", "logits_to_keep", "mm_token_type_ids", "num_items_in_batch",
-        "output_hidden_states",
-        "output_router_logits", "past_key_value", "past_key_values", "position_embeddings",
-        "return_dict", "token_type_ids", "use_cache",
+        "output_hidden_states", "output_router_logits", "past_key_value", "past_key_values",
+        "position_embeddings", "return_dict", "token_type_ids", "use_cache",
     }
 )  # fmt: skip
 
