@@ -229,6 +229,19 @@ def test_generate_gives_the_same_tokens(decoder, cache, padded):
     assert torch.equal(*tokens)
 
 
+@pytest.mark.parametrize(
+    "further", [{"num_beams": 3}, {"prompt_lookup_num_tokens": 2}, {"use_cache": False}], ids=str
+)
+def test_other_ways_to_generate(decoder, further):
+    tokens = []
+    for name in ("eager", "tilewise"):
+        decoder.set_attn_implementation(name)
+        options = {"max_new_tokens": 8, "do_sample": False, **further}
+        mask = torch.ones_like(ids[1:])
+        tokens.append(decoder.generate(ids[1:], attention_mask=mask, **options))
+    assert torch.equal(*tokens)
+
+
 def test_steps_with_a_cache_continue(decoder):
     """Several new tokens after a prefix with padding: the diagonal ends bottom right."""
     results = []

@@ -144,7 +144,7 @@ def attention(
     """Attention as transformers' attention interface asks for it.
 
     Args:
-        module: the layer; its ``is_causal`` holds where the argument is None.
+        module: the layer; its ``is_causal``, True if it has none, holds where the argument is None.
         query: (batch, nheads, seqlen_q, head_dim).
         key: (batch, nheads_kv, seqlen_k, head_dim).
         value: (batch, nheads_kv, seqlen_k, head_dim_v).
