@@ -7,6 +7,7 @@ import torch
 
 import tilewise
 from tilewise.formats.varlen import pad, unpad
+from tilewise.integrations.transformers import register
 
 transformers = pytest.importorskip("transformers")
 
@@ -61,14 +62,19 @@ def embed(folder, implementation):
     return torch.nn.functional.normalize((hidden * mask).sum(1) / mask.sum(1), dim=-1)
 
 
-@pytest.mark.parametrize("attention", [packed_attention, masked_attention])
+@pytest.mark.parametrize("attention", [packed_attention, masked_attention, "tilewise"])
 def test_embeddings_and_ranking_equal_eager(folder, attention, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     from transformers.masking_utils import flash_attention_mask
 
-    transformers.AttentionInterface.register("tiled", attention)
-    transformers.AttentionMaskInterface.register("tiled", flash_attention_mask)
-    eager, ours = embed(folder, "eager"), embed(folder, "tiled")
+    if attention == "tilewise":
+        register()
+        name = attention
+    else:
+        name = "tiled"
+        transformers.AttentionInterface.register(name, attention)
+        transformers.AttentionMaskInterface.register(name, flash_attention_mask)
+    eager, ours = embed(folder, "eager"), embed(folder, name)
     assert (eager - ours).abs().max() < 1e-6
     similarity, expected = ours @ ours.T, eager @ eager.T
     assert torch.equal(similarity.argsort(dim=-1), expected.argsort(dim=-1))

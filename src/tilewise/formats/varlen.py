@@ -118,3 +118,20 @@ def pad(packed: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
     """Undoes ``unpad``: (total, ...) to (batch, seqlen, ...), zero where nothing was packed."""
     out = packed.new_zeros(batch * seqlen, *packed.shape[1:])
     return out.index_copy(0, indices, packed).view(batch, seqlen, *packed.shape[1:])
+
+
+def boundaries(starts: Tensor) -> tuple[Tensor, int]:
+    """cu_seqlens of rows that follow one another in memory, from where sequences start.
+
+    Args:
+        starts: (batch, seqlen) bool; the first of each row counts as True.
+
+    Returns:
+        cu_seqlens (sequences + 1,) int32 into batch * seqlen, and the longest length.
+    """
+    first = torch.zeros_like(starts)
+    first[:, :1] = True
+    places = (starts | first).flatten().nonzero().flatten()
+    cu_seqlens = torch.nn.functional.pad(places, (0, 1), value=starts.numel()).to(torch.int32)
+    lengths = cu_seqlens.diff()
+    return cu_seqlens, int(lengths.max()) if len(lengths) else 0

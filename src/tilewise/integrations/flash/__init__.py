@@ -1,0 +1,1 @@
+"""What stands behind flash-attn's module names once ``flash_attn.install`` has put it there."""
