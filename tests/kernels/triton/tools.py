@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from contextlib import contextmanager
-from unittest import mock
 
+import pytest
 import torch
 
-from tilewise import flash_attn_func, flash_attn_varlen_func, testing
+from tilewise import flash_attn_func, flash_attn_varlen_func, repeats, testing
+from tilewise.ops import kinds
 from tilewise.testing.oracle import cotangents
 
 FA2 = {"backend": "triton", "algorithm": "fa2"}
@@ -88,17 +89,30 @@ def with_bounds(bounds):
 
 @contextmanager
 def guarded_memory(margin=4096):
-    """Inside, what torch.empty gives lies between numbers that nothing may write."""
+    """Inside, what torch gives uninitialised lies between numbers that nothing may write."""
     buffers = []
 
-    def empty(*shape, dtype=None, device=None):
-        shape = tuple(shape[0]) if isinstance(shape[0], (tuple, torch.Size)) else shape
+    def guarded(shape, dtype):
         count = math.prod(shape)
         buffer = torch.full((count + 2 * margin,), 77.0, dtype=dtype)
         buffers.append((buffer, count))
         return buffer[margin : margin + count].view(shape)
 
-    with mock.patch.object(torch, "empty", empty):
+    def empty(*shape, dtype=None, device=None):
+        shape = tuple(shape[0]) if isinstance(shape[0], (tuple, torch.Size)) else shape
+        return guarded(shape, dtype)
+
+    def empty_strided(shape, stride, dtype=None, device=None):
+        found = guarded(shape, dtype)
+        assert found.stride() == tuple(stride)
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        # what is kept of calls before has allocators of its own
+        patch.setattr(kinds, "_kinds", {})
+        patch.setattr(repeats, "_known", {})
+        patch.setattr(torch, "empty", empty)
+        patch.setattr(torch, "empty_strided", empty_strided)
         yield
     assert buffers, "nothing was allocated"
     for buffer, count in buffers:
