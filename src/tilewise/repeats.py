@@ -84,7 +84,7 @@ def _key(t: AttentionTensors, scalars: tuple[Any, ...], window: Any) -> Hashable
     numbers = (*scalars, *window)
     return (
         numbers,
-        tuple(map(type, numbers)),  # True equals 1.0, and is refused where that is taken
+        (type(window), *map(type, numbers)),  # True equals 1.0, and is refused where that is taken
         tuple([x if x is None else layout(x) for x in t]),
         torch.is_grad_enabled(),
         t.alibi_slopes is not None and t.alibi_slopes.requires_grad,

@@ -414,3 +414,11 @@ def test_threads_at_once():
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+def test_a_window_of_another_type_is_refused_after_a_good_call():
+    q, k, v = (torch.randn(1, 5, 2, 8) for _ in range(3))
+    flash_attn_func(q, k, v, window_size=(2, 1))
+    for window in (range(2, 0, -1), {2: 1, 1: 0}, b"\x02\x01"):
+        with pytest.raises(InvalidInputError, match="window_size"):
+            flash_attn_func(q, k, v, window_size=window)

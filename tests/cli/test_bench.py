@@ -149,7 +149,7 @@ def test_a_grouped_call_by_every_provider():
     [["--packed"], ["--inputs", "large"], ["--n-heads-kv", "2"]],
     ids=lambda flags: flags[0],
 )
-@pytest.mark.parametrize("suite", ["fwd", "generations"])
+@pytest.mark.parametrize("suite", ["fwd", "generations", "train"])
 def test_what_only_the_papers_shapes_have_is_refused_elsewhere(flags, suite, capsys):
     with pytest.raises(SystemExit):
         main(["bench", "--device", "cpu", "--suite", suite, *flags])

@@ -480,3 +480,12 @@ def test_rotary_refuses_positions_beyond_its_tables():
         )
     assert rotate_half(torch.tensor([1.0, 2, 3, 4])).tolist() == [-3, -4, 1, 2]
     assert rotate_half(torch.tensor([1.0, 2, 3, 4]), True).tolist() == [-2, 1, -4, 3]
+
+
+@pytest.mark.parametrize("offsets", [-1, torch.tensor([0, -2]), torch.tensor([0, 30])], ids=str)
+def test_rotary_positions_that_are_not_there(offsets):
+    from flash_attn.layers.rotary import apply_rotary_emb
+
+    x, cos = torch.randn(2, 5, 1, 8), torch.randn(16, 4)
+    with pytest.raises(tilewise.InvalidInputError):
+        apply_rotary_emb(x, cos, cos, seqlen_offsets=offsets)

@@ -1,18 +1,20 @@
 """attn_implementation="tilewise": tiny random models give eager's logits, gradients and tokens."""
 
+import copy
 import math
 import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tilewise
 
 transformers = pytest.importorskip("transformers")
 
 from tilewise.integrations import transformers as integration  # noqa: E402
-from tilewise.integrations.masks import PatternMask  # noqa: E402
+from tilewise.integrations.masks import Band, PatternMask  # noqa: E402
 
 B, S, VOCAB = 2, 20, 64
 TOL = 1e-5  # a window or a mask wrong by one shows as 1e-2 and more
@@ -521,8 +523,8 @@ def test_patterns_that_are_not_known_stay_dense():
     for function in (chunked, hf.or_masks(hf.causal_mask_function, hf.blockwise_overlay(image))):
         arguments = {"batch_size": 1, "q_length": 8, "kv_length": 8, "mask_function": function}
         mask = integration.mask(**arguments)
-        assert type(mask) is torch.Tensor
-        assert torch.equal(mask, hf.sdpa_mask(**arguments, allow_is_causal_skip=False))
+        assert type(mask.exact) is torch.Tensor
+        assert torch.equal(mask.dense(), hf.sdpa_mask(**arguments, allow_is_causal_skip=False))
 
 
 def test_memory_of_a_long_padded_row_stays_linear():
@@ -587,3 +589,82 @@ def test_an_old_transformers_is_refused(monkeypatch):
     monkeypatch.setattr(sys.modules["transformers"], "__version__", "4.57.6")
     with pytest.raises(ImportError, match=r"4\.57\.6"):
         integration.register()
+
+
+BERT_LIKE = {
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}  # fmt: skip
+OWN_ATTENTION = {
+    "bloom": lambda: transformers.BloomConfig(
+        vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4
+    ),
+    "mpt": lambda: transformers.MptConfig(d_model=32, n_heads=4, n_layers=2, vocab_size=VOCAB),
+    "megatron-bert": lambda: transformers.MegatronBertConfig(**BERT_LIKE),
+    "roformer": lambda: transformers.RoFormerConfig(**BERT_LIKE),
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("name", OWN_ATTENTION)
+def test_models_with_attention_of_their_own_are_refused(name, compiled):
+    """They would add the mask to scores, or hide where it is True."""
+    config = OWN_ATTENTION[name]()
+    kind = transformers.AutoModelForCausalLM if name in ("bloom", "mpt") else transformers.AutoModel
+    model = kind.from_config(config, attn_implementation="tilewise").eval()
+    call = torch.compile(model, backend="eager") if compiled else model
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="attention interface"), torch.no_grad():
+        call(ids, attention_mask=right_padded)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda m: m.__iand__(True),
+        lambda m: m.__ior__(True),
+        lambda m: m.__setitem__((slice(None), slice(None), slice(None), 0), False),
+        lambda m: m.masked_fill_(torch.ones(4, dtype=torch.bool), False),
+        lambda m: m.fill_(False),
+    ],
+)
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_pattern_mask_cannot_be_written_to(write, batch):
+    mask = PatternMask((batch, 1, 4, 4), torch.device("cpu"), Band(-1, 0))
+    with pytest.raises(tilewise.UnsupportedError, match="clone it first"):
+        write(mask)
+    assert torch.equal(mask.dense(), torch.ones(4, 4).tril().bool().expand(batch, 1, 4, 4))
+    assert torch.equal(copy.deepcopy(mask).dense(), mask.dense())
+
+
+def test_t5_generates_with_a_static_cache():
+    torch.manual_seed(0)
+    config = transformers.T5Config(
+        vocab_size=VOCAB, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, pad_token_id=0,
+        eos_token_id=None, decoder_start_token_id=1,
+    )  # fmt: skip
+    model = transformers.T5ForConditionalGeneration._from_config(config).eval()
+    found = []
+    for implementation in ("eager", "tilewise"):
+        model.set_attn_implementation(implementation)
+        options = {"max_new_tokens": 9, "do_sample": False, "cache_implementation": "static"}
+        found.append(model.generate(ids, **options))
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("mask", [None, right_padded], ids=["none", "padded"])
+def test_a_model_without_values(mask):
+    config = DECODERS["llama"]()
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(
+            config, attn_implementation="tilewise"
+        )
+    given = None if mask is None else mask.to("meta")
+    assert model(ids.to("meta"), attention_mask=given).logits.shape == (B, S, VOCAB)
+    with FakeTensorMode():
+        model = transformers.AutoModelForCausalLM.from_config(
+            config, attn_implementation="tilewise"
+        )
+        given = None if mask is None else torch.ones(B, S, dtype=torch.long)
+        out = model(torch.ones(B, S, dtype=torch.long), attention_mask=given)
+        assert out.logits.shape == (B, S, VOCAB)

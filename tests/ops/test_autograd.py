@@ -249,3 +249,18 @@ def test_double_backward_on_the_meta_device():
     (g,) = torch.autograd.grad(flash_attn_func(q, k, v).sum(), q, create_graph=True)
     (twice,) = torch.autograd.grad(g.sum(), k)
     assert twice.shape == k.shape
+
+
+class Plain(torch.Tensor):
+    """A subclass that asks for nothing."""
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_a_cotangent_may_be_of_a_subclass(create_graph):
+    q, k, v = (torch.randn(2, 9, 2, 8, requires_grad=True) for _ in range(3))
+    dout = torch.randn(2, 9, 2, 8)
+    found = []
+    for given in (dout, dout.as_subclass(Plain)):
+        out = flash_attn_func(q, k, v)
+        found.append(torch.autograd.grad(out, (q, k, v), given, create_graph=create_graph))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

@@ -202,6 +202,7 @@ def run(own: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
         own.error("argument --device: torch sees no GPU")
     a.device = a.device or (CUDA if torch.cuda.is_available() else CPU)
     if suite == TRAIN_SUITE:
+        _check_kinds(own, a, suite)
         if a.seq_len is not None and len(a.seq_len) != 1:
             own.error("argument --seq-len: train takes one")
         a.only = _only(own, a.only, tuple(RUNS))

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map
+
+from ..errors import UnsupportedError
 
 MASKING = "transformers.masking_utils"
 
@@ -30,8 +33,16 @@ class Band(NamedTuple):
     room: int = 0
 
 
+SHARED = "it writes to a mask that other layers share; clone it first"
+_ADD = ("add", "sub", "rsub", "baddbmm", "addbmm", "addcmul")
+
+
 class PatternMask(Tensor):
     """(batch, 1, seqlen_q, seqlen_k) bool, True where a row sees a key; made when looked at.
+
+    A model that does not hand it to an attention function but adds it to scores, as it would add
+    eager's mask of 0 and -inf, would add 0 and 1, or hide where it is True: that is refused, and so
+    is making numbers of it, and writing to it.
 
     Attributes:
         band: the diagonal band.
@@ -40,12 +51,14 @@ class PatternMask(Tensor):
             when each row is one. A row sees keys of its own document.
         asked: whether the model's caller gave a mask; without one, position_ids may still tell
             documents apart.
+        exact: the bool tensor itself, where the mask is no pattern.
     """
 
     band: Band
     keep: Tensor | None
     documents: Tensor | None
     asked: bool
+    exact: Tensor | None
     _anchor: Tensor  # torch.compile wants one tensor at least within
 
     @staticmethod
@@ -57,6 +70,7 @@ class PatternMask(Tensor):
         keep: Tensor | None = None,
         documents: Tensor | None = None,
         asked: bool = False,
+        exact: Tensor | None = None,
         anchor: Tensor | None = None,
     ) -> PatternMask:
         """No memory of its own."""
@@ -64,11 +78,14 @@ class PatternMask(Tensor):
             cls, shape, dtype=torch.bool, device=device
         )
         mask.band, mask.keep, mask.documents, mask.asked = band, keep, documents, asked
+        mask.exact = exact
         mask._anchor = torch.empty(0, device=device) if anchor is None else anchor
         return mask
 
     def dense(self) -> Tensor:
         """The bool tensor that this stands for."""
+        if self.exact is not None:
+            return self.exact
         seqlens = (self.shape[2], self.shape[3])
         seen = dense_mask(*seqlens, self.device, self.band, self.keep, self.documents)
         return seen.expand(self.shape)
@@ -80,19 +97,40 @@ class PatternMask(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Any operation is one on the bool tensor, but for a mere alias."""
+        """Any operation is one on the bool tensor, but for a mere alias.
+
+        Raises:
+            UnsupportedError: it adds the mask to something, fills where the mask is True, makes
+                numbers of it or writes to it.
+        """
         if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
             x = args[0]
-            return cls(tuple(x.shape), x.device, x.band, x.keep, x.documents, x.asked)
+            return cls(tuple(x.shape), x.device, x.band, x.keep, x.documents, x.asked, x.exact)
+        name, kwargs = func._schema.name.removeprefix("aten::"), dict(kwargs or {})
+        casts = (kwargs.get("dtype") or torch.bool).is_floating_point
+        if name.removesuffix("_") in _ADD or (name == "_to_copy" and casts):
+            refuse_model("it adds a bool mask, True where a row sees a key, to scores")
+        if name.startswith("masked_fill") and isinstance(args[1], PatternMask):
+            refuse_model("it hides what a bool mask, True where a row sees a key, shows")
+        if name.endswith("_") and isinstance(args[0], PatternMask):
+            refuse_model(SHARED)
 
         def look(x: Any) -> Any:
             return x.dense() if isinstance(x, PatternMask) else x
 
-        return func(*tree_map(look, args), **tree_map(look, dict(kwargs or {})))
+        return func(*tree_map(look, args), **tree_map(look, kwargs))
+
+    def __setitem__(self, place: Any, value: Any) -> None:
+        """Refused; see ``PatternMask``."""
+        refuse_model(SHARED)
+
+    def __deepcopy__(self, memo: Any) -> PatternMask:
+        """Itself: nothing can write to it."""
+        return self
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         """For torch.compile: the tensors within, and what else there is."""
-        names = ("keep", "documents", "_anchor")
+        names = ("keep", "documents", "exact", "_anchor")
         return [name for name in names if getattr(self, name) is not None], (self.band, self.asked)
 
     @staticmethod
@@ -101,9 +139,32 @@ class PatternMask(Tensor):
     ) -> PatternMask:
         """Undoes ``__tensor_flatten__``."""
         band, asked = context
-        keep, documents, anchor = (parts.get(x) for x in ("keep", "documents", "_anchor"))
+        names = ("keep", "documents", "exact", "_anchor")
+        keep, documents, exact, anchor = (parts.get(x) for x in names)
         assert anchor is not None
-        return PatternMask(tuple(size), anchor.device, band, keep, documents, asked, anchor)
+        given = (keep, documents, asked, exact, anchor)
+        return PatternMask(tuple(size), anchor.device, band, *given)
+
+
+def refuse_model(why: str) -> NoReturn:
+    """Refuses a model that would use a mask wrongly.
+
+    Raises:
+        UnsupportedError: always.
+    """
+    raise UnsupportedError(
+        "a model that does not take its attention from transformers' attention interface",
+        {"tilewise": (f"{why}; use attn_implementation='eager'",)},
+    )
+
+
+def unread(*tensors: Tensor | None) -> bool:
+    """Whether values of tensors cannot be read: while torch traces, or where there are none."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+        or any(x is not None and (x.is_meta or isinstance(x, FakeTensor)) for x in tensors)
+    )
 
 
 def dense_mask(

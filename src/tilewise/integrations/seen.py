@@ -15,7 +15,7 @@ from torch import Tensor
 from ..api import flash_attn_func, flash_attn_varlen_func
 from ..errors import InvalidInputError, UnsupportedError
 from ..formats.varlen import boundaries
-from .masks import PatternMask, documents_of, same_document
+from .masks import PatternMask, documents_of, same_document, unread
 
 Packing = tuple[Tensor | None, Tensor | None, int | Tensor | None, int | Tensor | None]
 
@@ -58,8 +58,8 @@ def seen_by_mask(
     if not (mask.dtype == torch.bool or mask.is_floating_point()):
         raise InvalidInputError("attention_mask", mask.dtype, "must be bool or floating")
     seqlen_q, seqlen_k = q.shape[1], k.shape[1]
-    if not isinstance(mask, PatternMask):
-        return k, v, Seen(mask=mask)
+    if not isinstance(mask, PatternMask) or mask.exact is not None:
+        return k, v, Seen(mask=mask.exact if isinstance(mask, PatternMask) else mask)
     if mask.shape[2:] != (seqlen_q, seqlen_k):
         raise InvalidInputError(
             "attention_mask", f"shape {tuple(mask.shape)}",
@@ -127,7 +127,7 @@ def _documents(q: Tensor, k: Tensor, position_ids: Tensor | None) -> Tensor | No
     if position_ids.dim() != 2 or position_ids.shape[1] != seqlen:
         return None
     documents = documents_of(position_ids).expand(batch, seqlen)
-    return documents if torch.compiler.is_compiling() or documents.any() else None
+    return documents if unread(documents) or documents.any() else None
 
 
 def attend(
@@ -145,7 +145,7 @@ def attend(
         (batch, seqlen_q, nheads, head_dim_v).
     """
     alone = seen.keep is None and seen.mask is None and bias is None
-    if seen.documents is not None and alone and not torch.compiler.is_compiling():
+    if seen.documents is not None and alone and not unread(seen.documents):
         steps = torch.nn.functional.pad(seen.documents.diff(dim=-1) != 0, (1, 0))
         cu_seqlens, longest = boundaries(steps)
         return _varlen(q, k, v, cu_seqlens, cu_seqlens, longest, longest, seen, options)
@@ -230,7 +230,7 @@ def attend_packed(
         within, is_bool = same_document(rows, keys), seen.mask.dtype == torch.bool
         mask = within & seen.mask if is_bool else _together([within], [seen.mask])
         return attend(q, k, v, Seen(mask=mask), bias, options)
-    if cu_q is not cu_k and (torch.compiler.is_compiling() or not torch.equal(cu_q, cu_k)):
+    if cu_q is not cu_k and (unread(cu_q, cu_k) or not torch.equal(cu_q, cu_k)):
         why = "with a mask or bias they must be equal, and while compiling one tensor"
         raise UnsupportedError("cu_seq_lens_q and cu_seq_lens_k differ", {"tilewise": (why,)})
     documents = rows if seen.documents is None else seen.documents + rows
@@ -248,7 +248,7 @@ def _longest(cu_seqlens: Tensor, given: int | Tensor | None, x: Tensor) -> int:
     """At least the longest sequence: as given, or read, or while compiling all rows."""
     if given is not None and not isinstance(given, Tensor):
         return given
-    if torch.compiler.is_compiling():
+    if unread(cu_seqlens):
         return x.shape[0] * x.shape[1]
     if given is not None:
         return int(given)

@@ -15,6 +15,7 @@ where the model's own mask does, which needs ``use_cache=False``.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UnsupportedError
-from .masks import Band, PatternMask, recognise
+from .masks import Band, PatternMask, recognise, refuse_model, unread
 from .seen import attend, attend_packed, seen_by_flags, seen_by_mask
 
 NAME = "tilewise"
@@ -61,19 +62,40 @@ def mask(**arguments: Any) -> Tensor:
         **arguments: those of ``transformers.masking_utils.sdpa_mask``.
 
     Returns:
-        (batch, 1, seqlen_q, seqlen_k) bool: a ``PatternMask`` where that can say it and
-        torch.compile does not trace.
+        (batch, 1, seqlen_q, seqlen_k) bool: a ``PatternMask``, or a plain tensor while torch
+        traces.
+
+    Raises:
+        UnsupportedError: the model computes attention by itself, as far as that can be told while
+            torch traces; else the mask refuses when it is used.
     """
     from transformers.masking_utils import sdpa_mask
 
-    if not torch.compiler.is_compiling():
+    given = arguments.get("attention_mask")
+    traced = unread(given)
+    if not traced:
         found = _pattern_mask(**arguments)
         if found is not None:
             return found
+    else:
+        _check_interface(arguments.get("config"))
     skips = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     seen = sdpa_mask(**{**arguments, **skips})
     assert seen is not None
-    return seen
+    if traced:
+        return seen
+    asked = given is not None
+    return PatternMask(tuple(seen.shape), seen.device, Band(-1, -1), asked=asked, exact=seen)
+
+
+def _check_interface(config: Any) -> None:
+    """Refuses a model of transformers whose module knows no attention interface."""
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    name = type(config).__module__.replace(".configuration_", ".modeling_")
+    module = sys.modules.get(name)
+    known = module is None or hasattr(module, "ALL_ATTENTION_FUNCTIONS")
+    if name.startswith("transformers.models.") and not known:
+        refuse_model(f"{name} has none")
 
 
 def _pattern_mask(
@@ -193,6 +215,8 @@ def attention(
     else:
         flags = causal, sliding_window, position_ids
         k, v, seen = seen_by_flags(q, k, v, attention_mask, *flags)
+    if position_bias is not None:  # of a static cache's length
+        position_bias = position_bias[..., : k.shape[1]]
     if cu_seq_lens_q is None and cu_seq_lens_k is None:
         return attend(q, k, v, seen, position_bias, options), None
     if k.shape[1] != key.shape[2]:  # rows would no longer lie where the boundaries count them

@@ -43,11 +43,18 @@ def _fwd(*arguments: Any) -> tuple[Tensor, Tensor]:
 def _bwd(dout: Tensor, dlse: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
     tensors, scalars = split(rest)
     out, lse, wanted = rest[NUM_ARGUMENTS:]
+    dout = _itself(dout)
+    dlse = None if dlse is None else _itself(dlse)
     run = kind_of(tensors, scalars).backward(tensors, dout, dlse, tuple(wanted))
-    assert run is not None  # what is not plain does not come here
+    assert run is not None  # the dispatcher makes all else plain before it comes here
     g = run(tensors, _as_made(out), _as_made(lse), dout, dlse)
     nothing = tensors.q.new_empty(0)
     return tuple(nothing.clone() if x is None else x for x in (g.dq, g.dk, g.dv, g.dbias, g.dsink))
+
+
+def _itself(x: Tensor) -> Tensor:
+    """x without the subclass that it may be of and that asks for nothing."""
+    return x if type(x) is Tensor else x.as_subclass(Tensor)
 
 
 def _as_made(x: Tensor) -> Tensor:

@@ -66,6 +66,13 @@ def apply_rotary_emb(
     if cu_seqlens is not None:  # slack is in no sequence
         slack = torch.arange(x.shape[0], device=x.device) >= cu_seqlens[-1]
         places = places.masked_fill(slack, 0)
+    # values on a GPU are not read
+    if not torch.compiler.is_compiling() and places.device.type == "cpu" and places.numel():
+        first, last = int(places.min()), int(places.max())
+        if first < 0 or last >= cos.shape[0]:
+            raise InvalidInputError(
+                "seqlen_offsets", f"positions {first} to {last}", f"cos has {cos.shape[0]}"
+            )
     return _turn(x, cos[places][..., None, :], sin[places][..., None, :], interleaved, inplace)
 
 
