@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.library import Library
 
 from ..arguments import Options, Packing
 from ..errors import InvalidInputError, UnsupportedError
@@ -21,7 +22,7 @@ from . import halves
 class Handle:
     """Keeps the operators in place until ``remove``."""
 
-    def __init__(self, libraries: list[torch.library.Library]) -> None:
+    def __init__(self, libraries: list[Library]) -> None:
         self._libraries = libraries
 
     def remove(self) -> None:
@@ -35,7 +36,7 @@ def register() -> Handle:
     """Puts tilewise in the place of torch's FlashAttention, on CUDA and CPU."""
     libraries = []
     for key, operators in (("CUDA", (*SHARED, *CUDA)), ("CPU", (*SHARED, *CPU))):
-        library = torch.library.Library("aten", "IMPL", key)
+        library = Library("aten", "IMPL", key)
         libraries.append(library)
         with warnings.catch_warnings():  # that there is an operator already is the point
             warnings.simplefilter("ignore")

@@ -440,8 +440,6 @@ class _Python:
             return _ASM[source.__name__]
         if source.__name__ == "bar_sync":
             return lambda barrier, threads: self.language.named[barrier].sync(threads)
-        if source.__name__ == "bar_arrive":
-            return lambda barrier, threads: self.language.named[barrier].arrive(threads)
         if source not in self.functions:
             self.functions[source] = FunctionType(
                 source.__code__,

@@ -16,8 +16,6 @@ class HopperConfig:
         BLOCK_N: keys of a block.
         num_stages: blocks of K and of V in shared memory.
         dynamic: whether programs take tiles from a counter, or each a fixed share.
-        pingpong: whether warpgroups take turns on the tensor cores by named barriers; only where
-            all have the same blocks.
         shared_out: whether O leaves through Q's shared memory.
         consumer_registers, producer_registers, maxnreg: of a thread.
     """
@@ -26,7 +24,6 @@ class HopperConfig:
     BLOCK_N: int
     num_stages: int
     dynamic: bool = False
-    pingpong: bool = False
     shared_out: bool = False
     consumer_registers: int = 240
     producer_registers: int = 24

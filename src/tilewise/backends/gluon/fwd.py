@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...core.mask import MaskSpec
 from ...core.problem import VARLEN, AttentionProblem
 from ...kernels import compat
 from ...kernels.gluon.fwd_sm90 import flash_fwd_sm90_kernel
@@ -80,7 +79,6 @@ def _launch(p: AttentionProblem, call: Call, config: HopperConfig) -> Launch:
         "BLOCK_N": c.BLOCK_N,
         "CONSUMERS": c.consumers,
         "STAGES": c.num_stages,
-        "PINGPONG": c.pingpong and not packed and p.mask == MaskSpec() and c.consumers == 2,
         "DYNAMIC": c.dynamic,
         "SHARED_OUT": c.shared_out,
         "ONE_MASKED": one_masked(p),

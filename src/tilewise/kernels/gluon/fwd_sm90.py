@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..triton import score, tiles
 from .dropout import drop_tile
-from .ptx import bar_arrive, bar_sync, block_boundary, exp2, rescale
+from .ptx import block_boundary, exp2, rescale
 from .rows import clear_slack, load_clear
 from .softmax import NEG_INF, first_softmax, softmax
 from .tma import async_load, async_store, store_wait
@@ -34,8 +34,7 @@ to_lse = twin(score.to_lse)
 # SIZES    (batch, nheads, group, seqlen_q, seqlen_k, total_q, total_k, num_m_blocks, section,
 #           window_left, window_right, sectioned)
 # PACKED   (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
-# TILE     (CONSUMERS, BLOCK_N, BLOCK_D, BLOCK_DV, STAGES, PINGPONG, DYNAMIC, SHARED_OUT,
-#           ONE_MASKED)
+# TILE     (CONSUMERS, BLOCK_N, BLOCK_D, BLOCK_DV, STAGES, DYNAMIC, SHARED_OUT, ONE_MASKED)
 
 
 @gluon.jit
@@ -164,7 +163,7 @@ def _load_tile(
 def _next(tile, SIZES, PACKED, counter, num_tiles, FIRST: gl.constexpr, TILE: gl.constexpr):
     """The program's next tile that has rows, or num_tiles."""
     BLOCK_M: gl.constexpr = TILE[0] * 64
-    DYNAMIC: gl.constexpr = TILE[6]
+    DYNAMIC: gl.constexpr = TILE[5]
     if not FIRST:
         tile = _step_tile(tile, counter, num_tiles, DYNAMIC)
     if PACKED[0] is not None:
@@ -288,7 +287,6 @@ def _step(
     BLOCK_D: gl.constexpr = TILE[2]
     BLOCK_DV: gl.constexpr = TILE[3]
     STAGES: gl.constexpr = TILE[4]
-    PINGPONG: gl.constexpr = TILE[5]
     k_full, k_empty, v_full, v_empty = BARRIERS[2], BARRIERS[3], BARRIERS[4], BARRIERS[5]
     dtype: gl.constexpr = q.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -296,8 +294,6 @@ def _step(
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     st, _ = _stage(it, STAGES)
     before, before_parity = _stage(it - 1, STAGES)
-    if PINGPONG:
-        bar_sync(8 + CONSUMER, 256)
     k = BUFFERS[1].index(st).reshape([BLOCK_N, BLOCK_D])  # waited for in the step before
     zero = gl.full([64, BLOCK_N], 0.0, gl.float32, s_layout)
     x = warpgroup_mma(q, k.permute([1, 0]), zero, use_acc=False, is_async=True)
@@ -307,8 +303,6 @@ def _step(
     )
     v = BUFFERS[2].index(before).reshape([BLOCK_N, BLOCK_DV])
     o = warpgroup_mma(p, v, o, is_async=True)
-    if PINGPONG:
-        bar_arrive(8 + (CONSUMER + 1) % TILE[0], 256)
     after, after_parity = _stage(it + 1, STAGES)
     mbarrier.wait(k_full.index(after), after_parity, pred=more)
     x = warpgroup_mma_wait(1, deps=[x])
@@ -344,9 +338,8 @@ def _consume(
     BLOCK_DV: gl.constexpr = TILE[3]
     BLOCK_M: gl.constexpr = TILE[0] * 64
     STAGES: gl.constexpr = TILE[4]
-    PINGPONG: gl.constexpr = TILE[5]
-    SHARED_OUT: gl.constexpr = TILE[7]
-    ONE_MASKED: gl.constexpr = TILE[8]
+    SHARED_OUT: gl.constexpr = TILE[6]
+    ONE_MASKED: gl.constexpr = TILE[7]
     q_full, q_empty, k_full, k_empty = BARRIERS[0], BARRIERS[1], BARRIERS[2], BARRIERS[3]
     v_full, v_empty = BARRIERS[4], BARRIERS[5]
     dtype: gl.constexpr = TENSORS[0].dtype
@@ -359,9 +352,6 @@ def _consume(
     seed, dropout_threshold, keep_scale = OPERANDS[5:8]
     out, out_strides, lse, nheads, seqlen_q, total_q = RESULTS
     q = BUFFERS[0].index(CONSUMER).reshape([64, BLOCK_D])
-    if PINGPONG:
-        if CONSUMER == TILE[0] - 1:  # the first warpgroup goes first
-            bar_arrive(8, 256)
     it = 0
     turn = 0
     tile = _next_told(BUFFERS, BARRIERS, turn)
@@ -472,7 +462,7 @@ def _consume(
 @gluon.jit
 def _store_tile(TENSORS, BUFFERS, o, entry, row, head, CONSUMER: gl.constexpr, TILE: gl.constexpr):
     staged = BUFFERS[3].index(CONSUMER)
-    if not TILE[7]:
+    if not TILE[6]:
         store_wait(0)
     staged.reshape([64, TILE[3]]).store(o)
     fence_async_shared()
@@ -536,7 +526,6 @@ def flash_fwd_sm90_kernel(
     BLOCK_N: gl.constexpr,
     CONSUMERS: gl.constexpr,
     STAGES: gl.constexpr,
-    PINGPONG: gl.constexpr,
     DYNAMIC: gl.constexpr,
     SHARED_OUT: gl.constexpr,
     ONE_MASKED: gl.constexpr,
@@ -557,7 +546,7 @@ def flash_fwd_sm90_kernel(
         and 2; the late reference is ours, after FlashAttention-4's.
     """
     TILE: gl.constexpr = (
-        CONSUMERS, BLOCK_N, BLOCK_D, BLOCK_DV, STAGES, PINGPONG, DYNAMIC, SHARED_OUT, ONE_MASKED,
+        CONSUMERS, BLOCK_N, BLOCK_D, BLOCK_DV, STAGES, DYNAMIC, SHARED_OUT, ONE_MASKED,
     )  # fmt: skip
     q_s = gl.allocate_shared_memory(q.dtype, [CONSUMERS, 1, 64, 1, BLOCK_D], q.layout)
     k_s = gl.allocate_shared_memory(q.dtype, [STAGES, 1, BLOCK_N, 1, BLOCK_D], k.layout)

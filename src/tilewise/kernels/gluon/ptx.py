@@ -14,8 +14,8 @@ _EACH_THREAD: gl.constexpr = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
 
 @gluon.constexpr_function
-def _bar(operation, barrier, threads):
-    return f"bar.{operation} {barrier}, {threads}; mov.u32 $0, $1;"
+def _bar(barrier, threads):
+    return f"bar.sync {barrier}, {threads}; mov.u32 $0, $1;"
 
 
 @gluon.jit
@@ -23,16 +23,7 @@ def bar_sync(BARRIER: gl.constexpr, THREADS: gl.constexpr):
     """Arrives at a named barrier and waits there for ``THREADS`` threads."""
     x = gl.arange(0, 128, layout=_EACH_THREAD)
     gl.inline_asm_elementwise(
-        _bar("sync", BARRIER, THREADS), "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def bar_arrive(BARRIER: gl.constexpr, THREADS: gl.constexpr):
-    """Arrives at a named barrier and goes on."""
-    x = gl.arange(0, 128, layout=_EACH_THREAD)
-    gl.inline_asm_elementwise(
-        _bar("arrive", BARRIER, THREADS), "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
+        _bar(BARRIER, THREADS), "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
     )
 
 
