@@ -11,10 +11,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..triton import score, tiles
 from .dropout import sign_transposed
-from .gradient import block_of_keys, hide, statistics, statistics_place
+from .gradient import block_of_keys, statistics, statistics_place
 from .ptx import bar_sync, exp2, opaque_zero
 from .rows import clear_slack, load_seen, load_with_statistic, store_tile
-from .softmax import to_m
+from .softmax import hide, to_m
 from .tma import store_wait
 from .twins import twin
 

@@ -11,10 +11,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..triton import score, tiles
 from .dropout import drop_tile
-from .gradient import hide, place_of_row, statistics_place
+from .gradient import place_of_row, statistics_place
 from .ptx import block_boundary, exp2, opaque_zero
 from .rows import clear_slack, load_seen, store_tile
-from .softmax import to_m
+from .softmax import hide, to_m
 from .tma import async_load, store_wait
 from .twins import twin
 

@@ -13,7 +13,7 @@ from ..triton import score, tiles
 from .dropout import drop_tile
 from .ptx import block_boundary, exp2, rescale
 from .rows import clear_slack, load_clear
-from .softmax import NEG_INF, first_softmax, softmax
+from .softmax import NEG_INF, first_softmax, hide, softmax
 from .tma import async_load, async_store, store_wait
 from .twins import twin
 
@@ -260,15 +260,7 @@ def _hide(s, m_start, n_start, MASK):
     layout: gl.constexpr = s.type.layout
     i = m_start + gl.arange(0, s.shape[0], layout=gl.SliceLayout(1, layout))
     j = n_start + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, layout))
-    seqlen_q, seqlen_k, window_left, window_right = MASK
-    d = i + (seqlen_k - seqlen_q)
-    last = gl.full([s.shape[0]], seqlen_k - 1, gl.int32, gl.SliceLayout(1, layout))
-    if window_right is not None:
-        last = gl.minimum(d + window_right, last)  # one comparison for both ends of the keys
-    s = gl.where(j[None, :] <= last[:, None], s, NEG_INF)
-    if window_left is not None:
-        s = gl.where(j[None, :] >= (d - window_left)[:, None], s, NEG_INF)
-    return s
+    return hide(s, i[:, None], j[None, :], MASK)
 
 
 @gluon.jit

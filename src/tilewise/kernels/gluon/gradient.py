@@ -1,4 +1,4 @@
-"""What the backward kernels share: where a block and its statistics are, and what is hidden.
+"""What the backward kernels share: where a block and its statistics are.
 
 SIZES is (batch, nheads, group, seqlen_q, seqlen_k, total_q, total_k, blocks, section, window_left,
 window_right), PACKED is (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k); MASK and SCORE are as
@@ -9,7 +9,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..triton import tiles
-from .softmax import NEG_INF
 from .twins import twin
 
 row_blocks = twin(tiles.row_blocks)
@@ -85,18 +84,3 @@ def statistics(buffer, BLOCK_M: gl.constexpr, layout: gl.constexpr):
 def place_of_row(r):
     """Where among the statistics of its block of 16 rows that of row r stands."""
     return r // 16 * 16 + r % 8 // 2 * 4 + r // 8 % 2 * 2 + r % 2
-
-
-@gluon.jit
-def hide(s, i, j, MASK):
-    """s of rows i and keys j, which broadcast to it, -inf where the window or the keys' end hides
-    it."""
-    seqlen_q, seqlen_k, window_left, window_right = MASK
-    d = i + (seqlen_k - seqlen_q)
-    last = seqlen_k - 1
-    if window_right is not None:
-        last = gl.minimum(d + window_right, last)  # one comparison for both ends of the keys
-    s = gl.where(j <= last, s, NEG_INF)
-    if window_left is not None:
-        s = gl.where(j >= d - window_left, s, NEG_INF)
-    return s

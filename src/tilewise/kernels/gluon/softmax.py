@@ -20,6 +20,21 @@ to_m = twin(triton_score.to_m)
 
 
 @gluon.jit
+def hide(s, i, j, MASK):
+    """s of rows i and keys j, which broadcast to it, -inf where the window or the keys' end hides
+    it."""
+    seqlen_q, seqlen_k, window_left, window_right = MASK
+    d = i + (seqlen_k - seqlen_q)
+    last = seqlen_k - 1
+    if window_right is not None:
+        last = gl.minimum(d + window_right, last)  # one comparison for both ends of the keys
+    s = gl.where(j <= last, s, NEG_INF)
+    if window_left is not None:
+        s = gl.where(j >= d - window_left, s, NEG_INF)
+    return s
+
+
+@gluon.jit
 def partial_sums(p, BLOCK_N: gl.constexpr):
     """Sums over the columns that a thread owns: (64, BLOCK_N) to (64, 4)."""
     return gl.sum(gl.sum(gl.reshape(p, [64, BLOCK_N // 8, 4, 2]), 3), 1)
