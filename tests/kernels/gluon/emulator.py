@@ -279,7 +279,9 @@ def _promoted(a: Any, b: Any) -> Any:
 
 
 def _where(condition: Any, a: Any, b: Any) -> Tile:
-    dtype = next((x.dtype for x in (a, b) if isinstance(x, torch.Tensor)), torch.float32)
+    whole = isinstance(a, int) and isinstance(b, int)
+    dtype = torch.int32 if whole else torch.float32
+    dtype = next((x.dtype for x in (a, b) if isinstance(x, torch.Tensor)), dtype)
     a, b = (torch.as_tensor(x, dtype=dtype) for x in (a, b))
     return tile(torch.where(torch.as_tensor(condition), a, b))
 
@@ -358,6 +360,7 @@ def _language(program: int, programs: int, lock: Any) -> SimpleNamespace:
         sum=_reduce(torch.sum),
         exp2=lambda x: tile(torch.exp2(x)),
         log2=lambda x: tile(torch.log2(x)),
+        broadcast=lambda a, b: tuple(map(tile, torch.broadcast_tensors(a, b))),
         reshape=lambda x, shape: x.reshape(shape),
         permute=lambda x, order: x.permute(order),
         split=lambda x: (x[..., 0], x[..., 1]),
@@ -387,8 +390,8 @@ def _rescale(o: Any, alpha: Any, WIDTH: int) -> Tile:
     return tile(o * alpha[:, None])
 
 
-def _any_above_1024(x: Any, scalar: Any, REGISTER: str) -> Any:
-    return x, int(not bool((x <= 1024).all()))
+def _any_above(x: Any, EXPONENT: int, scalar: Any, REGISTER: str) -> Any:
+    return x, int(not bool((x <= 2.0**EXPONENT).all()))
 
 
 def _tanh(x: Any, APPROX: Any) -> Tile:
@@ -409,7 +412,7 @@ _ASM = {
     "philox": _philox,
     "exp2": _exp2,
     "rescale": _rescale,
-    "any_above_1024": _any_above_1024,
+    "any_above": _any_above,
     "block_boundary": lambda length: None,
     "opaque_zero": lambda x: 0,
     "_tanh": _tanh,

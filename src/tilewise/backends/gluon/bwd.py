@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from ...core.problem import VARLEN, AttentionProblem
 from ...kernels import compat
-from ...kernels.gluon.bwd_sm90 import KEYS, flash_bwd_sm90_kernel
+from ...kernels.gluon.bwd_sm90 import KEYS, ROWS, flash_bwd_sm90_kernel
 from ...kernels.triton.bwd_convert import flash_bwd_convert_kernel
 from ..base import AttentionTensors, Backward, Gradients, Wanted
 from ..triton import launch
@@ -19,9 +18,8 @@ from ..triton.launch import Call, Launch, Of, Plan
 from ..triton.operands import operand_gradients
 from .fwd import unfit_for_tma
 
+BLOCK_M: int = ROWS.value
 BLOCK_N: int = KEYS.value
-# What needs registers between S and dS, of which 128 rows leave none.
-_LONG_SCORES = {"softcap", "alibi", "dropout"}
 
 
 def takes(p: AttentionProblem) -> bool:
@@ -48,17 +46,16 @@ def backward(
     new_dq, new_dk, new_dv = map(room_like, tensors[:3])
     new_lse, new_delta = statistics(p, tensors.q)
     block_d = 64 if p.head_dim <= 64 else 128
-    block_m = 128 if block_d == 64 and not _LONG_SCORES & p.features else 64
     heads, rows = statistics_shape(p, tensors.q)
     shape = (heads * rows * block_d // 32, 32)
-    new_sum = partial(torch.zeros, shape, dtype=torch.float32, device=device)
+    new_sum = launch.room(shape, torch.float32, device)
     fits = launch.suits_tma(dout)
 
     def make(call: Call) -> list[Launch]:
         return [
-            *preprocess(p, call, for_wgmma=True),
-            _one_pass(p, call, block_m, block_d),
-            _convert(p, call, block_m, block_d),
+            *preprocess(p, call, for_wgmma=True, block_d=block_d),
+            _one_pass(p, call, block_d),
+            _convert(p, call, block_d),
         ]
 
     plan = Plan(BACKWARD, device, make)
@@ -84,7 +81,7 @@ def backward(
     return run
 
 
-def _one_pass(p: AttentionProblem, call: Call, block_m: int, block_d: int) -> Launch:
+def _one_pass(p: AttentionProblem, call: Call, block_d: int) -> Launch:
     t = launch.tensors_of(call)
 
     def rows_of(name: str, rows: int) -> Of:
@@ -103,12 +100,12 @@ def _one_pass(p: AttentionProblem, call: Call, block_m: int, block_d: int) -> La
     assert dk is not None and dv is not None
     arguments: dict[str, Any] = {
         **launch.shared_arguments(p, t),
-        "q": rows_of("q", block_m),
-        "dout": rows_of("dout", block_m),
+        "q": rows_of("q", BLOCK_M),
+        "dout": rows_of("dout", BLOCK_M),
         **{name: rows_of(name, 64) for name in ("k", "v", "dk", "dv")},
-        "lse": flat("lse_padded", "lse", [1, block_m], False),
-        "delta": flat("delta", "delta", [1, block_m], False),
-        "dq": flat("dq_sum", "dq", [block_m * block_d // 64, 32], True),
+        "lse": flat("lse_padded", "lse", [1, BLOCK_M], False),
+        "delta": flat("delta", "delta", [1, BLOCK_M], False),
+        "dq": flat("dq_sum", "dq", [block_d, 32], True),
         "dk_rows": Of("dk") if p.layout == VARLEN else None,
         "dv_rows": Of("dv") if p.layout == VARLEN else None,
         "dk_strides": launch.strides(dk),
@@ -116,8 +113,8 @@ def _one_pass(p: AttentionProblem, call: Call, block_m: int, block_d: int) -> La
         "num_n_blocks": num_n_blocks,
         "section": launch.section(p, p.nheads_kv),
         "grad_scale": abs(p.softmax_scale),
-        "BLOCK_M": block_m,
         "BLOCK_D": block_d,
+        "STAGES": 3 if block_d == 64 else 2,
         "BY_MBARRIER": p.mask.window_right is not None,
         "CONSUMER_REGISTERS": 240,
         "PRODUCER_REGISTERS": 24,
@@ -128,10 +125,10 @@ def _one_pass(p: AttentionProblem, call: Call, block_m: int, block_d: int) -> La
     return Launch(flash_bwd_sm90_kernel, grid, arguments, options)
 
 
-def _convert(p: AttentionProblem, call: Call, block_m: int, block_d: int) -> Launch:
+def _convert(p: AttentionProblem, call: Call, block_d: int) -> Launch:
     t, dq = launch.tensors_of(call), call["dq"]
     assert dq is not None
-    num_m_blocks = -(-p.seqlen_q // block_m)
+    num_m_blocks = -(-p.seqlen_q // BLOCK_M)
     arguments = {
         "dq_sum": Of("dq_sum"),
         "dq": Of("dq"),
@@ -145,7 +142,7 @@ def _convert(p: AttentionProblem, call: Call, block_m: int, block_d: int) -> Lau
         "num_m_blocks": num_m_blocks,
         "grad_scale": abs(p.softmax_scale),
         "HEAD_DIM": p.head_dim,
-        "BLOCK_M": block_m,
+        "BLOCK_M": BLOCK_M,
         "BLOCK_D": block_d,
     }
     grid = num_m_blocks * p.nheads * p.batch

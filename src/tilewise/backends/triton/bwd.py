@@ -94,8 +94,10 @@ def statistics(p: AttentionProblem, q: Tensor) -> tuple[Callable[[], Tensor], Ca
     )
 
 
-def preprocess(p: AttentionProblem, call: Call, for_wgmma: bool = False) -> list[Launch]:
-    """Writes the statistics."""
+def preprocess(
+    p: AttentionProblem, call: Call, for_wgmma: bool = False, block_d: int = 0
+) -> list[Launch]:
+    """Writes the statistics; with ``block_d``, also zeros for dq_sum, in rows of so many."""
     t, out, dout = launch.tensors_of(call), call["out"], call["dout"]
     assert out is not None and dout is not None
     num_m_blocks = -(-p.seqlen_q // STATISTICS_BLOCK)
@@ -109,6 +111,7 @@ def preprocess(p: AttentionProblem, call: Call, for_wgmma: bool = False) -> list
         "dlse": None if call["dlse"] is None else Of("dlse"),
         "lse_padded": Of("lse_padded"),
         "delta_padded": Of("delta"),
+        "dq_sum": Of("dq_sum") if block_d else None,
         "cu_seqlens_q": None if t.cu_seqlens_q is None else Of("cu_seqlens_q"),
         "seqused_q": None if t.seqused_q is None else Of("seqused_q"),
         **launch.row_strides(out=out, dout=dout),
@@ -121,6 +124,7 @@ def preprocess(p: AttentionProblem, call: Call, for_wgmma: bool = False) -> list
         "BLOCK_DV": launch.power_of_two(p.head_dim_v),
         "NATURAL": launch.natural(p),
         "FOR_WGMMA": for_wgmma,
+        "BLOCK_D": block_d,
     }
     options = compat.launch_options(num_warps=4 if p.head_dim_v <= 128 else 8, num_stages=1)
     return [Launch(flash_bwd_preprocess_kernel, grid, arguments, options)]

@@ -26,12 +26,16 @@ slope_of = twin(score.slope_of)
 # TENSORS  (q, k, v, dout, lse, delta, dq, dk, dv): TMA descriptors; lse, delta and dq are the
 #          backward's own, in the orders that ``statistics`` and ``in_register_order`` say
 # BUFFERS  (q, dout, k, v, lse, delta, ds, dq): shared memory; q, dout, lse and delta are rings of
-#          two blocks of rows, k and v halves of 64 keys
+#          blocks of rows, k and v halves of 64 keys, ds those of two blocks of rows
 # BARRIERS (k_full, v_full, q_full, dout_full, empty, ds_full, clear)
 # SIZES and PACKED are as in ``gradient``.
-# TILE     (BLOCK_M, BLOCK_D, BY_MBARRIER)
+# TILE     (BLOCK_D, STAGES, BY_MBARRIER)
+# PLACE    (batch_id, head, start_q, n_start): where a warpgroup's tiles lie
+# STATE    (x, dk, dv, st, parity, bit, dq_row, left): S^T in flight and the accumulators, where in
+#          the ring the next block of rows is, which of two it is for dS, where the latest dQ goes,
+#          how many blocks are left
+ROWS: gl.constexpr = gl.constexpr(64)
 KEYS: gl.constexpr = gl.constexpr(128)
-
 
 # ------------------------------------------------------------------------------- producer
 
@@ -40,13 +44,13 @@ KEYS: gl.constexpr = gl.constexpr(128)
 def _produce(GIVEN, TILE: gl.constexpr):
     """One warp: K and V once, then Q, dO and their statistics, block by block."""
     TENSORS, BUFFERS, BARRIERS, SIZES, PACKED = GIVEN
-    BLOCK_M: gl.constexpr = TILE[0]
-    BLOCK_D: gl.constexpr = TILE[1]
+    BLOCK_D: gl.constexpr = TILE[0]
+    STAGES: gl.constexpr = TILE[1]
     k_full, v_full, q_full, dout_full, empty = BARRIERS[0:5]
     clear = BARRIERS[6]
     (
         batch_id, head_kv, n_start, start_q, used_q, start_k, length_k, used_k, m0, _m1, _m2, m3,
-    ) = block_of_keys(SIZES, PACKED, BLOCK_M, KEYS)  # fmt: skip
+    ) = block_of_keys(SIZES, PACKED, ROWS, KEYS)  # fmt: skip
     if (n_start < length_k) & (m0 < m3):
         entry_q = batch_id
         entry_k = batch_id
@@ -54,7 +58,7 @@ def _produce(GIVEN, TILE: gl.constexpr):
             entry_q = 0
         if PACKED[1] is not None:
             entry_k = 0
-        blocks = (m3 - m0) // BLOCK_M
+        blocks = (m3 - m0) // ROWS
         MASK = used_q, used_k, SIZES[9], SIZES[10]
         MAY_CLEAR: gl.constexpr = (
             PACKED[0] is not None
@@ -78,19 +82,19 @@ def _produce(GIVEN, TILE: gl.constexpr):
         )  # fmt: skip
         for it in range(0, blocks * SIZES[2]):
             head = head_kv * SIZES[2] + it // blocks
-            m_start = m0 + it % blocks * BLOCK_M
+            m_start = m0 + it % blocks * ROWS
             line, first, _columns = statistics_place(batch_id, head, start_q, SIZES, PACKED)
-            st = it % 2
-            mbarrier.wait(empty.index(st), it // 2 & 1 ^ 1)
+            st = it % STAGES
+            mbarrier.wait(empty.index(st), it // STAGES & 1 ^ 1)
             cleared = load_with_statistic(
                 TENSORS[0], TENSORS[4], entry_q, start_q + m_start, head, line, first + m_start,
                 BUFFERS[0].index(st), BUFFERS[4].index(st), q_full.index(st), clear, cleared,
-                m_start, first_q, stop_q, MAY_CLEAR, BLOCK_M, BLOCK_D,
+                m_start, first_q, stop_q, MAY_CLEAR, ROWS, BLOCK_D,
             )  # fmt: skip
             cleared = load_with_statistic(
                 TENSORS[3], TENSORS[5], entry_q, start_q + m_start, head, line, first + m_start,
                 BUFFERS[1].index(st), BUFFERS[5].index(st), dout_full.index(st), clear, cleared,
-                m_start, first_q, stop_q, MAY_CLEAR, BLOCK_M, BLOCK_D,
+                m_start, first_q, stop_q, MAY_CLEAR, ROWS, BLOCK_D,
             )  # fmt: skip
 
 
@@ -135,94 +139,209 @@ def in_register_order(dq, WIDTH: gl.constexpr):
 
 
 @gluon.jit
-def _step(
-    x, dk, dv, st, parity, more, cut, dq_row, dq_next, m_start, n_start, BUFFERS, BARRIERS, dq_desc,
-    SCORE, MASK, DROPOUT, keep_scale, MAY_CUT: gl.constexpr, CONSUMER: gl.constexpr,
-    TILE: gl.constexpr, dtype: gl.constexpr, APPROX_TANH: gl.constexpr,
+def _next(st, parity, STAGES: gl.constexpr):
+    """The next place of the ring. The loop carries them: of a count there would be an index for
+    each shared address."""
+    if STAGES == 2:
+        return st ^ 1, parity ^ st
+    else:
+        last = st == STAGES - 1
+        return gl.where(last, 0, st + 1), gl.where(last, parity ^ 1, parity)
+
+
+@gluon.jit
+def _rows_of_stage(BUFFERS, st, BLOCK_D: gl.constexpr):
+    q = BUFFERS[0].index(st).reshape([ROWS, BLOCK_D])
+    return q, BUFFERS[1].index(st).reshape([ROWS, BLOCK_D])
+
+
+@gluon.jit
+def _start_of_dp(delta, DROPOUT, layout: gl.constexpr):
+    """dP starts at -delta, unless a factor comes between them."""
+    start = gl.full([64, ROWS], 0.0, gl.float32, layout)
+    if DROPOUT[0] is None:
+        start = gl.broadcast(statistics(delta, ROWS, layout), start)[0]
+    return start
+
+
+@gluon.jit
+def _weights(
+    x, lse, m_start, n_start, SCORE, MASK, DROPOUT, CUT: gl.constexpr, layout: gl.constexpr,
+    APPROX_TANH: gl.constexpr,
 ):  # fmt: skip
-    """One block of rows. x = K Q^T of it is in flight, and dQ of the block before is in shared
-    memory, to be added at dq_row."""
-    BLOCK_M: gl.constexpr = TILE[0]
-    BLOCK_D: gl.constexpr = TILE[1]
+    """P^T and the factor of softcap; where dropout is, P's sign says what it drops."""
+    i = m_start + gl.arange(0, ROWS, layout=gl.SliceLayout(0, layout))
+    j = n_start + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
+    s, dcap = scores(x, i[None, :], j[:, None], SCORE, MASK, False, APPROX_TANH)
+    if CUT:
+        s = hide(s, i[None, :], j[:, None], MASK)
+    p = exp2(to_m(s, SCORE) - lse)
+    if DROPOUT[0] is not None:
+        p = sign_transposed(p, DROPOUT, m_start, n_start)
+    return p, dcap
+
+
+@gluon.jit
+def _kept(p, DROPOUT):
+    if DROPOUT[0] is not None:
+        p = gl.maximum(p, 0.0)
+    return p
+
+
+@gluon.jit
+def _ds(p, dp, dcap, delta, DROPOUT, keep_scale, layout: gl.constexpr):
+    """dS^T = P^T (dP^T - delta), times the factor of softcap."""
+    if DROPOUT[0] is not None:
+        dp = gl.where(p > 0.0, dp * keep_scale, 0.0)
+        dp += statistics(delta, ROWS, layout)
+        p = gl.abs(p)
+    return p * dp * dcap
+
+
+@gluon.jit
+def _dq(ds_s, k_s, bit, zero, CONSUMER: gl.constexpr, BLOCK_D: gl.constexpr):
+    """dS K over both halves of the keys, in flight: half of dQ's columns for each warpgroup."""
+    WIDTH: gl.constexpr = BLOCK_D // 2
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    k0 = k_s.index(zero).reshape([64, BLOCK_D]).slice(CONSUMER * WIDTH, WIDTH, dim=1)
+    k1 = k_s.index(1 + zero).reshape([64, BLOCK_D]).slice(CONSUMER * WIDTH, WIDTH, dim=1)
+    nothing = gl.full([64, WIDTH], 0.0, gl.float32, layout)
+    ds0 = ds_s.index(bit * 2).permute([1, 0])
+    dq = warpgroup_mma(ds0, k0, nothing, use_acc=False, is_async=True)
+    return warpgroup_mma(ds_s.index(bit * 2 + 1).permute([1, 0]), k1, dq, is_async=True)
+
+
+@gluon.jit
+def _wide_step(
+    STATE, dq_next, m_start, GIVEN, PLACE, SCORE, MASK, DROPOUT, keep_scale, CUT: gl.constexpr,
+    CONSUMER: gl.constexpr, TILE: gl.constexpr, APPROX_TANH: gl.constexpr,
+):  # fmt: skip
+    """One block of rows, heads of more than 64. dQ of the block before is in shared memory."""
+    x, dk, dv, st, parity, bit, dq_row, left = STATE
+    TENSORS, BUFFERS, BARRIERS, _SIZES, _PACKED = GIVEN
+    BLOCK_D: gl.constexpr = TILE[0]
     BY_MBARRIER: gl.constexpr = TILE[2]
-    WIDTH: gl.constexpr = BLOCK_M * BLOCK_D // 128  # of this warpgroup's share of dQ
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
-    q_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     a_layout: gl.constexpr = gl.DotOperandLayout(0, d_layout, 2)
     k_s, v_s, ds_s, dq_s = BUFFERS[2], BUFFERS[3], BUFFERS[6], BUFFERS[7]
     q_full, dout_full, empty, ds_full = BARRIERS[2], BARRIERS[3], BARRIERS[4], BARRIERS[5]
-    # bits that the loop carries: an index of `it` would be kept for each shared address
-    other = st ^ 1
-    other_parity = parity ^ st
-    q = BUFFERS[0].index(st).reshape([BLOCK_M, BLOCK_D])
-    do = BUFFERS[1].index(st).reshape([BLOCK_M, BLOCK_D])
+    dtype: gl.constexpr = TENSORS[0].dtype
+    after, after_parity = _next(st, parity, TILE[1])
+    q, do = _rows_of_stage(BUFFERS, st, BLOCK_D)
+    delta = BUFFERS[5].index(st)
     zero = opaque_zero(st)
 
     mbarrier.wait(dout_full.index(st), parity)
-    tile = gl.full([64, BLOCK_M], 0.0, gl.float32, s_layout)
-    start = tile
-    if DROPOUT[0] is None:  # dP starts at -delta, unless a factor comes between them
-        start = statistics(BUFFERS[5].index(st), BLOCK_M, s_layout) + tile
-    lse = statistics(BUFFERS[4].index(st), BLOCK_M, s_layout)
+    start = _start_of_dp(delta, DROPOUT, s_layout)
+    lse = statistics(BUFFERS[4].index(st), ROWS, s_layout)
     x = warpgroup_mma_wait(0, deps=[x])
     v = v_s.index(CONSUMER + zero).reshape([64, BLOCK_D])
     dp = warpgroup_mma(v, do.permute([1, 0]), start, use_acc=DROPOUT[0] is None, is_async=True)
-    i = m_start + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, s_layout))
-    j = n_start + gl.arange(0, 64, layout=gl.SliceLayout(1, s_layout))
-    s, dcap = scores(x, i[None, :], j[:, None], SCORE, MASK, False, APPROX_TANH)
-    if MAY_CUT:
-        if cut:
-            s = hide(s, i[None, :], j[:, None], MASK)
-    p = exp2(to_m(s, SCORE) - lse)
-    kept = p
-    if DROPOUT[0] is not None:
-        p = sign_transposed(p, DROPOUT, m_start, n_start)
-        kept = gl.maximum(p, 0.0)
-    pz = gl.convert_layout(kept.to(dtype), a_layout, assert_trivial=True)
+    p, dcap = _weights(x, lse, m_start, PLACE[3], SCORE, MASK, DROPOUT, CUT, s_layout, APPROX_TANH)
+    pz = gl.convert_layout(_kept(p, DROPOUT).to(dtype), a_layout, assert_trivial=True)
     dv = warpgroup_mma(pz, do, dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=[dp])
-    if DROPOUT[0] is not None:
-        dp = gl.where(p > 0.0, dp * keep_scale, 0.0)
-        dp += statistics(BUFFERS[5].index(st), BLOCK_M, s_layout)
-        p = gl.abs(p)
-    ds = (p * dp * dcap).to(dtype)
-    ds_s.index(st * 2 + CONSUMER).store(ds)
+    ds = _ds(p, dp, dcap, delta, DROPOUT, keep_scale, s_layout).to(dtype)
+    ds_s.index(bit * 2 + CONSUMER).store(ds)
     fence_async_shared()  # for dS, and for dQ of the block before
     if BY_MBARRIER:
         mbarrier.arrive(ds_full, count=1)
-        mbarrier.wait(ds_full, st)
+        mbarrier.wait(ds_full, bit)
     else:
         bar_sync(8, 256)
 
-    # dQ = dS K over both halves of the keys; each warpgroup half of its columns, or of its rows
-    ds0, ds1 = ds_s.index(st * 2), ds_s.index(st * 2 + 1)
-    k0 = k_s.index(zero).reshape([64, BLOCK_D])
-    k1 = k_s.index(1 + zero).reshape([64, BLOCK_D])
-    if BLOCK_M == 64:
-        k0 = k0.slice(CONSUMER * WIDTH, WIDTH, dim=1)
-        k1 = k1.slice(CONSUMER * WIDTH, WIDTH, dim=1)
-    else:
-        ds0 = ds0.slice(CONSUMER * 64, 64, dim=1)
-        ds1 = ds1.slice(CONSUMER * 64, 64, dim=1)
-    nothing = gl.full([64, WIDTH], 0.0, gl.float32, q_layout)
-    dq = warpgroup_mma(ds0.permute([1, 0]), k0, nothing, use_acc=False, is_async=True)
-    dq = warpgroup_mma(ds1.permute([1, 0]), k1, dq, is_async=True)
+    dq = _dq(ds_s, k_s, bit, zero, CONSUMER, BLOCK_D)
     ds_a = gl.convert_layout(ds, a_layout, assert_trivial=True)
     dk = warpgroup_mma(ds_a, q, dk, is_async=True)
-    async_add(dq_desc, [dq_row, 0], dq_s.index(CONSUMER))
+    async_add(TENSORS[6], [dq_row, 0], dq_s.index(CONSUMER))
     # retires dV, whose operand P is in registers, before the next product is issued
     dv = warpgroup_mma_wait(3, deps=[dv])
-    mbarrier.wait(q_full.index(other), other_parity, pred=more)
+    mbarrier.wait(q_full.index(after), after_parity, pred=left > 1)
     # after the last block: a product of what is left there, which nobody reads
     k = k_s.index(CONSUMER + zero).reshape([64, BLOCK_D])
-    q_other = BUFFERS[0].index(other).reshape([BLOCK_M, BLOCK_D])
-    x = warpgroup_mma(k, q_other.permute([1, 0]), tile, use_acc=False, is_async=True)
+    q_after, _do = _rows_of_stage(BUFFERS, after, BLOCK_D)
+    nothing = gl.full([64, ROWS], 0.0, gl.float32, s_layout)
+    x = warpgroup_mma(k, q_after.permute([1, 0]), nothing, use_acc=False, is_async=True)
     dk, dq = warpgroup_mma_wait(1, deps=[dk, dq])
     store_wait(0)
     mbarrier.arrive(empty.index(st), count=1)
-    dq_s.index(CONSUMER).store(in_register_order(dq, WIDTH))
-    return x, dk, dv, other, other_parity, dq_next
+    dq_s.index(CONSUMER).store(in_register_order(dq, BLOCK_D // 2))
+    return x, dk, dv, after, after_parity, bit ^ 1, dq_next, left - 1
+
+
+@gluon.jit
+def _narrow_step(
+    STATE, k_a, v_a, dq_next, m_start, GIVEN, PLACE, SCORE, MASK, DROPOUT, keep_scale,
+    CUT: gl.constexpr, CONSUMER: gl.constexpr, TILE: gl.constexpr, APPROX_TANH: gl.constexpr,
+):  # fmt: skip
+    """One block of rows, heads up to 64, which leave registers for K and V as operands and for dQ
+    of the block before: its dS is in shared memory, so that no warpgroup waits for the other."""
+    x, dk, dv, st, parity, bit, dq_row, left = STATE
+    TENSORS, BUFFERS, BARRIERS, _SIZES, _PACKED = GIVEN
+    BLOCK_D: gl.constexpr = TILE[0]
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    a_layout: gl.constexpr = gl.DotOperandLayout(0, s_layout, 2)
+    ds_s, dq_s = BUFFERS[6], BUFFERS[7]
+    q_full, dout_full, empty, ds_full = BARRIERS[2], BARRIERS[3], BARRIERS[4], BARRIERS[5]
+    dtype: gl.constexpr = TENSORS[0].dtype
+    after, after_parity = _next(st, parity, TILE[1])
+    q, do = _rows_of_stage(BUFFERS, st, BLOCK_D)
+    delta = BUFFERS[5].index(st)
+
+    mbarrier.wait(dout_full.index(st), parity)
+    start = _start_of_dp(delta, DROPOUT, s_layout)
+    lse = statistics(BUFFERS[4].index(st), ROWS, s_layout)
+    x = warpgroup_mma_wait(0, deps=[x])
+    dp = warpgroup_mma(v_a, do.permute([1, 0]), start, use_acc=DROPOUT[0] is None, is_async=True)
+    mbarrier.wait(ds_full, bit)
+    dq = _dq(ds_s, BUFFERS[2], bit ^ 1, opaque_zero(st), CONSUMER, BLOCK_D)
+    p, dcap = _weights(x, lse, m_start, PLACE[3], SCORE, MASK, DROPOUT, CUT, s_layout, APPROX_TANH)
+    pz = gl.convert_layout(_kept(p, DROPOUT).to(dtype), a_layout, assert_trivial=True)
+    dv = warpgroup_mma(pz, do, dv, is_async=True)
+    dp, dq = warpgroup_mma_wait(1, deps=[dp, dq])
+    ds = _ds(p, dp, dcap, delta, DROPOUT, keep_scale, s_layout).to(dtype)
+    store_wait(0)
+    dq_s.index(CONSUMER).store(in_register_order(dq, BLOCK_D // 2))
+    ds_s.index(bit * 2 + CONSUMER).store(ds)
+    fence_async_shared()
+    mbarrier.arrive(ds_full, count=1)
+    async_add(TENSORS[6], [dq_row, 0], dq_s.index(CONSUMER))
+    ds_a = gl.convert_layout(ds, a_layout, assert_trivial=True)
+    dk = warpgroup_mma(ds_a, q, dk, is_async=True)
+    mbarrier.wait(q_full.index(after), after_parity, pred=left > 1)
+    dv = warpgroup_mma_wait(1, deps=[dv])
+    # after the last block: a product of what is left there, which nobody reads
+    q_after, _do = _rows_of_stage(BUFFERS, after, BLOCK_D)
+    nothing = gl.full([64, ROWS], 0.0, gl.float32, s_layout)
+    x = warpgroup_mma(k_a, q_after.permute([1, 0]), nothing, use_acc=False, is_async=True)
+    dk = warpgroup_mma_wait(1, deps=[dk])
+    mbarrier.arrive(empty.index(st), count=1)
+    return x, dk, dv, after, after_parity, bit ^ 1, dq_next, left - 1
+
+
+@gluon.jit
+def _visit(
+    STATE, k_a, v_a, m_from, m_to, GIVEN, PLACE, SCORE, MASK, DROPOUT, keep_scale,
+    CUT: gl.constexpr, CONSUMER: gl.constexpr, TILE: gl.constexpr, APPROX_TANH: gl.constexpr,
+):  # fmt: skip
+    """The blocks of rows of [m_from, m_to). A loop with a branch for those that are cut would be
+    slower: ptxas orders nothing across a branch."""
+    x, dk, dv, st, parity, bit, dq_row, left = STATE
+    for m_start in range(m_from, m_to, ROWS):
+        state = x, dk, dv, st, parity, bit, dq_row, left
+        dq_next = _dq_row(PLACE, m_start, GIVEN, CONSUMER, TILE)
+        if TILE[0] == 64:
+            x, dk, dv, st, parity, bit, dq_row, left = _narrow_step(
+                state, k_a, v_a, dq_next, m_start, GIVEN, PLACE, SCORE, MASK, DROPOUT, keep_scale,
+                CUT, CONSUMER, TILE, APPROX_TANH,
+            )  # fmt: skip
+        else:
+            x, dk, dv, st, parity, bit, dq_row, left = _wide_step(
+                state, dq_next, m_start, GIVEN, PLACE, SCORE, MASK, DROPOUT, keep_scale, CUT,
+                CONSUMER, TILE, APPROX_TANH,
+            )  # fmt: skip
+    return x, dk, dv, st, parity, bit, dq_row, left
 
 
 @gluon.jit
@@ -231,45 +350,52 @@ def _consume(
 ):
     """A warpgroup: 64 keys of the block."""
     TENSORS, BUFFERS, BARRIERS, SIZES, PACKED = GIVEN
-    BLOCK_M: gl.constexpr = TILE[0]
-    BLOCK_D: gl.constexpr = TILE[1]
-    WIDTH: gl.constexpr = BLOCK_M * BLOCK_D // 128
+    BLOCK_D: gl.constexpr = TILE[0]
+    NARROW: gl.constexpr = BLOCK_D == 64
     dtype: gl.constexpr = TENSORS[0].dtype
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    a_layout: gl.constexpr = gl.DotOperandLayout(0, s_layout, 2)
+    plain: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
     softmax_scale, grad_scale, softcap, alibi_slopes, slope_strides = OPERANDS[0:5]
     seed, dropout_threshold, keep_scale = OPERANDS[5:8]
     dk_rows, dv_rows, dk_strides, dv_strides = RESULTS
-    k_s, v_s, dq_s = BUFFERS[2], BUFFERS[3], BUFFERS[7]
-    k_full, v_full, q_full = BARRIERS[0], BARRIERS[1], BARRIERS[2]
+    k_s, v_s, ds_s, dq_s = BUFFERS[2], BUFFERS[3], BUFFERS[6], BUFFERS[7]
+    k_full, v_full, q_full, ds_full = BARRIERS[0], BARRIERS[1], BARRIERS[2], BARRIERS[5]
     (
         batch_id, head_kv, n_block, start_q, used_q, start_k, length_k, used_k, m0, m1, m2, m3,
-    ) = block_of_keys(SIZES, PACKED, BLOCK_M, KEYS)  # fmt: skip
+    ) = block_of_keys(SIZES, PACKED, ROWS, KEYS)  # fmt: skip
     n_start = n_block + CONSUMER * 64
     MASK = used_q, used_k, SIZES[9], SIZES[10]
     if n_block < length_k:
         dk = gl.full([64, BLOCK_D], 0.0, gl.float32, d_layout)
         dv = gl.full([64, BLOCK_D], 0.0, gl.float32, d_layout)
-        blocks = (m3 - m0) // BLOCK_M
         if m0 < m3:
             mbarrier.wait(k_full, 0)
             mbarrier.wait(v_full, 0)
             mbarrier.wait(q_full.index(0), 0)
-            tile = gl.full([64, BLOCK_M], 0.0, gl.float32, s_layout)
+            nothing = gl.full([64, ROWS], 0.0, gl.float32, s_layout)
             k = k_s.index(CONSUMER).reshape([64, BLOCK_D])
-            q = BUFFERS[0].index(0).reshape([BLOCK_M, BLOCK_D])
-            x = warpgroup_mma(k, q.permute([1, 0]), tile, use_acc=False, is_async=True)
+            q, _do = _rows_of_stage(BUFFERS, 0, BLOCK_D)
+            x = warpgroup_mma(k, q.permute([1, 0]), nothing, use_acc=False, is_async=True)
             # the first step adds zeros in place of dQ of a block before
-            plain: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
-            dq_s.index(CONSUMER).store(gl.full([2 * WIDTH, 32], 0.0, gl.float32, plain))
-            st = m0 * 0
-            parity = m0 * 0
-            dq_row = _dq_row(
-                batch_id, head_kv * SIZES[2], m0, start_q, SIZES, PACKED, CONSUMER, TILE
-            )
-            for it in range(0, blocks * SIZES[2]):
-                head = head_kv * SIZES[2] + it // blocks
-                m_start = m0 + it % blocks * BLOCK_M
+            k_a, v_a = None, None
+            if NARROW:
+                k_a = k.load(a_layout)
+                v_a = v_s.index(CONSUMER).reshape([64, BLOCK_D]).load(a_layout)
+                ds_s.index(2 + CONSUMER).store(gl.full([64, ROWS], 0.0, dtype, plain))
+                fence_async_shared()
+                mbarrier.arrive(ds_full, count=1)
+            else:
+                dq_s.index(CONSUMER).store(gl.full([BLOCK_D, 32], 0.0, gl.float32, plain))
+            first = head_kv * SIZES[2]
+            dq_row = _dq_row((batch_id, first, start_q, n_start), m0, GIVEN, CONSUMER, TILE)
+            st, parity, bit = m0 * 0, m0 * 0, m0 * 0
+            left = (m3 - m0) // ROWS * SIZES[2]
+            whole = m3
+            if SIZES[9] is not None:
+                whole = m2
+            for head in range(first, first + SIZES[2]):
                 SCORE = (
                     softmax_scale,
                     softcap,
@@ -283,15 +409,30 @@ def _consume(
                     None,
                 )
                 DROPOUT = seed, dropout_threshold, head, batch_id
-                dq_next = _dq_row(batch_id, head, m_start, start_q, SIZES, PACKED, CONSUMER, TILE)
-                x, dk, dv, st, parity, dq_row = _step(
-                    x, dk, dv, st, parity, it + 1 < blocks * SIZES[2],
-                    (m_start < m1) | (m_start >= m2), dq_row, dq_next, m_start, n_start, BUFFERS,
-                    BARRIERS, TENSORS[6], SCORE, MASK, DROPOUT, keep_scale, True, CONSUMER, TILE,
-                    dtype, APPROX_TANH,
+                PLACE = batch_id, head, start_q, n_start
+                state = x, dk, dv, st, parity, bit, dq_row, left
+                state = _visit(
+                    state, k_a, v_a, m0, m1, GIVEN, PLACE, SCORE, MASK, DROPOUT, keep_scale, True,
+                    CONSUMER, TILE, APPROX_TANH,
                 )  # fmt: skip
-            fence_async_shared()
+                state = _visit(
+                    state, k_a, v_a, m1, whole, GIVEN, PLACE, SCORE, MASK, DROPOUT, keep_scale,
+                    False, CONSUMER, TILE, APPROX_TANH,
+                )  # fmt: skip
+                if SIZES[9] is not None:
+                    state = _visit(
+                        state, k_a, v_a, whole, m3, GIVEN, PLACE, SCORE, MASK, DROPOUT, keep_scale,
+                        True, CONSUMER, TILE, APPROX_TANH,
+                    )  # fmt: skip
+                x, dk, dv, st, parity, bit, dq_row, left = state
             x, dk = warpgroup_mma_wait(0, deps=[x, dk])
+            if NARROW:
+                mbarrier.wait(ds_full, bit)
+                dq = _dq(ds_s, k_s, bit ^ 1, opaque_zero(st), CONSUMER, BLOCK_D)
+                dq = warpgroup_mma_wait(0, deps=[dq])
+                store_wait(0)
+                dq_s.index(CONSUMER).store(in_register_order(dq, BLOCK_D // 2))
+            fence_async_shared()
             async_add(TENSORS[6], [dq_row, 0], dq_s.index(CONSUMER))
         dk = dk * grad_scale
         if seed is not None:
@@ -311,14 +452,10 @@ def _consume(
 
 
 @gluon.jit
-def _dq_row(
-    batch_id, head, m_start, start_q, SIZES, PACKED, CONSUMER: gl.constexpr, TILE: gl.constexpr
-):
+def _dq_row(PLACE, m_start, GIVEN, CONSUMER: gl.constexpr, TILE: gl.constexpr):
     """Where a block's share of dQ begins in rows of 32."""
-    line, first, columns = statistics_place(batch_id, head, start_q, SIZES, PACKED)
-    return (line * columns + first + m_start) * (TILE[1] // 32) + CONSUMER * (
-        TILE[0] * TILE[1] // 64
-    )
+    line, first, columns = statistics_place(PLACE[0], PLACE[1], PLACE[2], GIVEN[3], GIVEN[4])
+    return (line * columns + first + m_start) * (TILE[0] // 32) + CONSUMER * TILE[0]
 
 
 @gluon.jit(
@@ -374,8 +511,8 @@ def flash_bwd_sm90_kernel(
     window_right,
     dropout_threshold,
     keep_scale,
-    BLOCK_M: gl.constexpr,
     BLOCK_D: gl.constexpr,
+    STAGES: gl.constexpr,
     BY_MBARRIER: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
@@ -393,28 +530,28 @@ def flash_bwd_sm90_kernel(
         zero before, by TMA in the order of arrival: its last bits differ from run to run.
     Source: Shah and others 2024, "FlashAttention-3", Algorithm 3; dQ by TMA reduction as there.
     """
-    TILE: gl.constexpr = (BLOCK_M, BLOCK_D, BY_MBARRIER)
-    ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BLOCK_M], q.dtype)
-    q_s = gl.allocate_shared_memory(q.dtype, [2, 1, BLOCK_M, 1, BLOCK_D], q.layout)
-    do_s = gl.allocate_shared_memory(q.dtype, [2, 1, BLOCK_M, 1, BLOCK_D], dout.layout)
+    TILE: gl.constexpr = (BLOCK_D, STAGES, BY_MBARRIER)
+    ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, ROWS], q.dtype)
+    q_s = gl.allocate_shared_memory(q.dtype, [STAGES, 1, ROWS, 1, BLOCK_D], q.layout)
+    do_s = gl.allocate_shared_memory(q.dtype, [STAGES, 1, ROWS, 1, BLOCK_D], dout.layout)
     k_s = gl.allocate_shared_memory(q.dtype, [2, 1, 64, 1, BLOCK_D], k.layout)
     v_s = gl.allocate_shared_memory(q.dtype, [2, 1, 64, 1, BLOCK_D], v.layout)
-    lse_s = gl.allocate_shared_memory(gl.float32, [2, 1, BLOCK_M], lse.layout)
-    delta_s = gl.allocate_shared_memory(gl.float32, [2, 1, BLOCK_M], delta.layout)
-    ds_s = gl.allocate_shared_memory(q.dtype, [4, 64, BLOCK_M], ds_layout)
-    dq_s = gl.allocate_shared_memory(gl.float32, [2, BLOCK_M * BLOCK_D // 64, 32], dq.layout)
+    lse_s = gl.allocate_shared_memory(gl.float32, [STAGES, 1, ROWS], lse.layout)
+    delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, 1, ROWS], delta.layout)
+    ds_s = gl.allocate_shared_memory(q.dtype, [4, 64, ROWS], ds_layout)
+    dq_s = gl.allocate_shared_memory(gl.float32, [2, BLOCK_D, 32], dq.layout)
     k_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    dout_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    dout_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     ds_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     clear = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(clear, count=1)
     mbarrier.init(k_full, count=1)
     mbarrier.init(v_full, count=1)
     mbarrier.init(ds_full, count=2)
-    for st in gl.static_range(2):
+    for st in gl.static_range(STAGES):
         mbarrier.init(q_full.index(st), count=1)
         mbarrier.init(dout_full.index(st), count=1)
         mbarrier.init(empty.index(st), count=2)

@@ -303,7 +303,7 @@ def _step(
     if MAY_CUT:
         if cut:
             s = _hide(s, m_start, n_start, MASK)
-    p32, m_i, l_i, alpha = softmax(s, m_i, l_i, SCORE, MASK[0], BLOCK_N, _register(CONSUMER))
+    p32, m_i, l_i, alpha = softmax(s, m_i, l_i, SCORE, MASK[0], BLOCK_N, _register(CONSUMER), dtype)
     if DROPOUT[0] is not None:
         p32 = drop_tile(p32, DROPOUT, m_start, n_start)
     block_boundary(MASK[0])

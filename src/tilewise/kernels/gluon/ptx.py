@@ -77,11 +77,11 @@ def rescale(o, alpha, WIDTH: gl.constexpr):
 
 
 @gluon.constexpr_function
-def _vote(register):
-    # 0f44800000 is 2^10; a NaN counts
+def _vote(register, exponent):
+    limit = f"0f{127 + exponent << 23:08X}"  # a NaN counts as above it
     return (
-        f".reg .b32 {register}; {{ .reg .pred p, q; setp.gtu.f32 p, $0, 0f44800000; "
-        "setp.gtu.f32 q, $1, 0f44800000; or.pred p, p, q; "
+        f".reg .b32 {register}; {{ .reg .pred p, q; setp.gtu.f32 p, $0, {limit}; "
+        f"setp.gtu.f32 q, $1, {limit}; or.pred p, p, q; "
         f"vote.sync.ballot.b32 {register}, p, 0xffffffff; }}"
     )
 
@@ -92,14 +92,15 @@ def _read(register):
 
 
 @gluon.jit
-def any_above_1024(x, scalar, REGISTER: gl.constexpr):
-    """x, (64, 4), unchanged, and whether a thread of the warp holds a value above 2^10 or a NaN.
+def any_above(x, EXPONENT: gl.constexpr, scalar, REGISTER: gl.constexpr):
+    """x, (64, 4), unchanged, and whether a thread of the warp holds a value above 2^EXPONENT or a
+    NaN.
 
     The second is a scalar that is equal in a warp and may differ between warps, on which code may
     branch that knows only its own warp. ``REGISTER`` names it, once in a kernel; ``scalar`` is any.
     """
     x = gl.inline_asm_elementwise(
-        _vote(REGISTER), "=f,=f,0,1", [x], dtype=gl.float32, is_pure=False, pack=2
+        _vote(REGISTER, EXPONENT), "=f,=f,0,1", [x], dtype=gl.float32, is_pure=False, pack=2
     )
     found = gl.inline_asm_elementwise(
         _read(REGISTER), "=r,r", [scalar], dtype=gl.int32, is_pure=False, pack=1

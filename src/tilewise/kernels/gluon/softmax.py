@@ -2,7 +2,7 @@
 
 Any reference m serves: p = exp(s - m) and l = sum p carry the same factor, which O / l loses again.
 FlashAttention moves m to the running maximum with every tile. Here it stays until some p would
-leave a safe range, [0, 2^10], and O is rescaled only then: see docs/math/online-softmax.md.
+leave a safe range, and O is rescaled only then: see docs/math/online-softmax.md.
 
 m is in base 2. l is kept as the partial sums of each thread, (64, 4): a thread holds the columns
 8 n + 2 t and 8 n + 2 t + 1 of its rows, t being its place among four.
@@ -12,11 +12,18 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..triton import score as triton_score
-from .ptx import any_above_1024, exp2
+from .ptx import any_above, exp2
 from .twins import twin
 
 NEG_INF: gl.constexpr = gl.constexpr(float("-inf"))
 to_m = twin(triton_score.to_m)
+
+
+@gluon.constexpr_function
+def _range(dtype):
+    """In powers of two: how large p may grow, and where its maximum is put when it has grown more.
+    float16 has no smaller numbers to spare."""
+    return (14, 0) if dtype == gl.float16 else (30, -30)
 
 
 @gluon.jit
@@ -52,11 +59,12 @@ def row_maximum(s, BLOCK_N: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def _with_maximum(s, m_i, SCORE, BLOCK_N: gl.constexpr, SLACK: gl.constexpr):
-    """p, m and alpha where the reference moves if the maximum passes it by more than ``SLACK``."""
+def _with_maximum(s, m_i, SCORE, BLOCK_N: gl.constexpr, LOWER: gl.constexpr):
+    """p, m and alpha where the reference moves if the maximum is above it, and then so far that the
+    maximum weighs 2^LOWER; to the maximum itself in a row that has seen no key."""
     rows: gl.constexpr = m_i.type.layout
     top = to_m(row_maximum(s, BLOCK_N, rows), SCORE)
-    m_new = gl.where(top - m_i > SLACK, top, m_i)
+    m_new = gl.where(top > m_i, gl.where(m_i == NEG_INF, top, top - LOWER), m_i)
     # rows that have seen no key: exp(-inf - 0) is 0, exp(-inf + inf) is not
     reference = gl.where(m_new == NEG_INF, 0.0, m_new)
     alpha = exp2(m_i - reference)
@@ -68,25 +76,29 @@ def _with_maximum(s, m_i, SCORE, BLOCK_N: gl.constexpr, SLACK: gl.constexpr):
 def first_softmax(s, SCORE, BLOCK_N: gl.constexpr, layout: gl.constexpr):
     """p, m_i and l_i of a row's first tile, which may be masked."""
     m_i = gl.full([64], NEG_INF, gl.float32, layout)
-    p, m_i, _ = _with_maximum(s, m_i, SCORE, BLOCK_N, 0.0)
+    p, m_i, _ = _with_maximum(s, m_i, SCORE, BLOCK_N, 0)
     return p, m_i, partial_sums(p, BLOCK_N)
 
 
 @gluon.jit
-def softmax(s, m_i, l_i, SCORE, scalar, BLOCK_N: gl.constexpr, REGISTER: gl.constexpr):
-    """One step: p, m, l and alpha.
+def softmax(
+    s, m_i, l_i, SCORE, scalar, BLOCK_N: gl.constexpr, REGISTER: gl.constexpr, dtype: gl.constexpr
+):
+    """One step: p, m, l and alpha; p will be rounded to ``dtype``.
 
     No maximum is taken: p is computed against the old reference, and the partial sums, needed
     anyway, tell whether it grew too large, or is NaN since the row has seen no key so far. Then
     the warp takes the maximum and p once more.
     """
+    UPPER: gl.constexpr = _range(dtype)[0]
+    LOWER: gl.constexpr = _range(dtype)[1]
     p = exp2(to_m(s, SCORE) - m_i[:, None])
-    sums, large = any_above_1024(partial_sums(p, BLOCK_N), scalar, REGISTER)
+    sums, large = any_above(partial_sums(p, BLOCK_N), UPPER, scalar, REGISTER)
     rows: gl.constexpr = m_i.type.layout
     m_new = m_i
     alpha = gl.full([64], 1.0, gl.float32, rows)
     if large != 0:
-        p, m_new, alpha = _with_maximum(s, m_i, SCORE, BLOCK_N, 0.0)
+        p, m_new, alpha = _with_maximum(s, m_i, SCORE, BLOCK_N, LOWER)
         sums = partial_sums(p, BLOCK_N)
     return p, m_new, _add(l_i, alpha, sums), alpha
 

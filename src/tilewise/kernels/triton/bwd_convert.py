@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .tiles import STATISTICS_BLOCK, clear_slack, rows_of_sequence, source, store_rows
+from .tiles import clear_slack, padded_statistics_of, rows_of_sequence, source, store_rows
 
 
 @triton.jit(do_not_specialize=["batch", "nheads", "seqlen_q", "total_q", "num_m_blocks"])
@@ -41,24 +41,16 @@ def flash_bwd_convert_kernel(
     m_start = m_block * BLOCK_M
     if m_start >= length:
         return
-    if cu_seqlens_q is None:
-        line = batch_id * nheads + head
-        rows = tl.cdiv(seqlen_q, STATISTICS_BLOCK) * STATISTICS_BLOCK
-        first = 0
-    else:
-        line = head
-        rows = (total_q // STATISTICS_BLOCK + batch) * STATISTICS_BLOCK
-        first = ((start // STATISTICS_BLOCK + batch_id) * STATISTICS_BLOCK).to(tl.int32)
+    first, _ = padded_statistics_of(
+        tl.zeros((), tl.int64), batch_id, batch, head, nheads, seqlen_q, total_q, start,
+        cu_seqlens_q, False,
+    )  # fmt: skip
     dQ = source(dq, dq_strides, batch_id, start, head, cu_seqlens_q, False)
-    base = dq_sum + (tl.cast(line, tl.int64) * rows + first + m_start) * BLOCK_D
-    WIDTH: tl.constexpr = BLOCK_M * BLOCK_D // 128
+    base = dq_sum + (first + m_start) * BLOCK_D
     halves = tl.load(base + tl.arange(0, BLOCK_M * BLOCK_D)) * grad_scale
-    # share of a warpgroup, block of columns, warp, row, pair, half of rows, parity
-    halves = halves.reshape([2, WIDTH // 8, 4, 8, 4, 2, 2])
-    if BLOCK_M == 64:  # the shares are halves of the columns
-        tile = halves.permute([2, 5, 3, 0, 1, 4, 6])
-    else:
-        tile = halves.permute([0, 2, 5, 3, 1, 4, 6])
+    # half of the columns, block of columns, warp, row, pair, half of rows, parity
+    halves = halves.reshape([2, BLOCK_D // 16, 4, 8, 4, 2, 2])
+    tile = halves.permute([2, 5, 3, 0, 1, 4, 6])
     tile = tile.reshape([BLOCK_M, BLOCK_D])
     tile = tl.where(((m_start + tl.arange(0, BLOCK_M)) < used)[:, None], tile, 0.0)
     store_rows(dQ, m_start, length, tile, BLOCK_M, HEAD_DIM, BLOCK_D)

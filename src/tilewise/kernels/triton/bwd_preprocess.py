@@ -25,6 +25,7 @@ def flash_bwd_preprocess_kernel(
     dlse,
     lse_padded,
     delta_padded,
+    dq_sum,
     cu_seqlens_q,
     seqused_q,
     out_strides,
@@ -38,6 +39,7 @@ def flash_bwd_preprocess_kernel(
     BLOCK_DV: tl.constexpr,
     NATURAL: tl.constexpr,
     FOR_WGMMA: tl.constexpr = False,
+    BLOCK_D: tl.constexpr = 0,
 ):
     """The statistics of a row that the backward's loops read, in whole blocks.
 
@@ -45,7 +47,7 @@ def flash_bwd_preprocess_kernel(
         rows without keys and past the end delta is 0 and lse +inf, so that P is 0 there. With
         NATURAL what float32 leaves of lse follows as a second part, in ``last_place`` of the first.
         FOR_WGMMA: -delta, and each 16 rows by pair, half and parity, so that a thread's are
-        adjacent.
+        adjacent. dq_sum, where the one pass adds up rows of BLOCK_D, becomes 0.
     Grid: flat over blocks of STATISTICS_BLOCK rows, heads and sequences.
     Numerics: float32.
     Source: Dao 2023, "FlashAttention-2", Algorithm 2, line 4; dlse is ours: d lse_i / d s_ij is
@@ -89,3 +91,11 @@ def flash_bwd_preprocess_kernel(
         low_i = (lse_i - high_i.to(lse_i.dtype)) / last_place(high_i)
         low_i = tl.where(empty, 0.0, low_i.to(tl.float32))
         tl.store(lse_h[0] + lse_h[1] + offs_m, low_i)
+    if dq_sum is not None:
+        first, _ = padded_statistics_of(
+            tl.zeros((), tl.int64), batch_id, batch, head, nheads, seqlen_q, total_q, start,
+            cu_seqlens_q, False,
+        )  # fmt: skip
+        flat = tl.arange(0, BLOCK_M * BLOCK_D)
+        nothing = tl.zeros([BLOCK_M * BLOCK_D], tl.float32)
+        tl.store(dq_sum + (first + m_start) * BLOCK_D + flat, nothing)
