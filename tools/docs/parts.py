@@ -8,11 +8,34 @@ from pathlib import Path
 
 import error_tables
 import measured
+from markdown_text import markdown
 
+from tilewise.backends import gluon, triton
 from tilewise.cli import parser
-from tilewise.core.features import markdown_table
+from tilewise.core.features import DTYPES, FEATURES, markdown_table
+from tilewise.dispatch import BACKENDS
 
-DRAWN = "measured"  # the site's folder of the results' figures
+DRAWN = measured.SITE_FOLDER
+
+
+def backends() -> str:
+    """In order of preference: what each has."""
+    widest = {"gluon": gluon.MAX_HEAD_DIM, "triton": triton.MAX_HEAD_DIM}
+    lines = []
+    for name, backend in BACKENDS.items():
+        lacks = [f"`{f.name}`" for f in FEATURES if name not in f.fwd]
+        lines.append(
+            [
+                f"`{name}`",
+                ", ".join(f"`{a}`" for a in backend.algorithms),
+                ", ".join(DTYPES[name]),
+                f"{widest[name]}" if name in widest else "any",
+                ", ".join(lacks) or "nothing",
+                "in this order" if backend.automatic else "never",
+            ]
+        )
+    header = ["backend", "algorithms", "dtypes", "widest head", "lacks", 'taken by "auto"']
+    return markdown(header, lines, left=len(header))
 
 
 def command_line() -> str:
@@ -34,6 +57,7 @@ def drawn_results() -> list[Path]:
 
 
 PARTS: dict[str, Callable[[], str]] = {
+    "backends": backends,
     "features": markdown_table,
     "error-tables": error_tables.tables,
     "error-cases": error_tables.cases,
