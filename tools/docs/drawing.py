@@ -23,7 +23,8 @@ class Drawing:
             f'width="{width}" height="{height}" font-family="{FONT}" role="img">',
             f"<title>{escape(title)}</title>",
             '<defs><marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" '
-            f'markerHeight="7" orient="auto"><path d="M0 0L8 4L0 8z" fill="{INK}"/></marker></defs>',
+            f'markerHeight="7" orient="auto"><path d="M0 0L8 4L0 8z" fill="{INK}"/></marker>'
+            "</defs>",
             f'<rect width="{width}" height="{height}" rx="6" fill="{PAPER}"/>',
         ]
 

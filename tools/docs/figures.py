@@ -37,7 +37,9 @@ def online_softmax() -> Drawing:
         for j, s in enumerate(scores):
             fill = RED if s == new and new > m else BLUE
             d.rect(x0 + j * step + 4, base - s * unit, step - 16, s * unit, fill, fill)
-        d.line((x0 - 4, base - new * unit), (x0 + 4 * step - 4, base - new * unit), ink=RED, width=2)
+        d.line(
+            (x0 - 4, base - new * unit), (x0 + 4 * step - 4, base - new * unit), ink=RED, width=2
+        )
         if block and new > m:
             d.line((x0 - 4, base - m * unit), (x0 - 4, base - new * unit), ink=RED, width=2)
         middle = x0 + 2 * step - 4
@@ -99,10 +101,10 @@ def backward_graph() -> Drawing:
         "dO, V": (30, 200, PALE, "dO, V"),
         "O, dO": (30, 280, PALE, "O, dO"),
         "S": (190, 40, PAPER, "S = scale Q Kᵀ"),
-        "P": (360, 80, SAND, "P = exp(S − lse)"),
+        "P": (360, 80, SAND, "P = exp(S - lse)"),
         "dP": (190, 200, PAPER, "dP = dO Vᵀ"),
         "delta": (190, 280, PAPER, "δ = rowsum(O ∘ dO)"),
-        "dS": (360, 200, SAND, "dS = P ∘ (dP − δ)"),
+        "dS": (360, 200, SAND, "dS = P ∘ (dP - δ)"),
         "dV": (560, 80, GREEN, "dV = Pᵀ dO"),
         "dK": (560, 170, GREEN, "dK = scale dSᵀ Q"),
         "dQ": (560, 230, GREEN, "dQ = scale dS K"),
@@ -219,7 +221,9 @@ def programs() -> Drawing:
 
 def overlap() -> Drawing:
     """Time lines of one and two warpgroups on the tensor cores of a multiprocessor."""
-    d = Drawing(720, 424, "Softmax beside products: one warpgroup and two, each without and with delay")
+    d = Drawing(
+        720, 424, "Softmax beside products: one warpgroup and two, each without and with delay"
+    )
     unit, y = 11.5, 26.0
     for title, schedule in SCHEDULES.items():
         spans = schedule()

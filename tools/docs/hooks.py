@@ -110,7 +110,10 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
 def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
     def formula(match: re.Match[str]) -> str:
         display = "block" if match[1] == "div" else "inline"
-        return latex2mathml.converter.convert(unescape(match[2]).strip(), display=display)
+        found = latex2mathml.converter.convert(unescape(match[2]).strip(), display=display)
+        if re.search(r"\\[a-zA-Z]|<mi>&</mi>", found):
+            log.warning(f"{page.file.src_uri}: not understood in a formula: {match[2].strip()}")
+        return found
 
     html = _LINE.sub(r'href="\1#__codelineno-0-\2"', html)
     return _MATH.sub(formula, html)

@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -107,7 +107,9 @@ def page() -> str:
 def _section(r: Result) -> str:
     texts = [f"## {r.title}", f"{facts(r.board)}. {_providers(r)}"]
     texts.append(f"```sh\n{command(r)}\n```")
-    texts += [f"![{r.title}]({SITE_FOLDER}/{path.name})" for path in r.figures()]
+    for path in r.figures():
+        uri = f"{SITE_FOLDER}/{path.name}"
+        texts.append(f"[![{r.title}]({uri})]({uri})")
     if r.suite == pretraining.SUITE:
         return "\n\n".join([*texts, _training(r)])
     ratios = _ratios(r)
@@ -120,10 +122,11 @@ def _section(r: Result) -> str:
     peaks = report.peak_cells(r.rows)
     if peaks is not None:
         texts.append(_folded("Peak MiB beyond the inputs", peaks))
-    missing = report.reasons(r.rows) + report.absent(r.content.get("absent", {}))
+    short = [replace(x, error=x.error and x.error.split(". ")[0]) for x in r.rows]
+    missing = report.reasons(short) + report.absent(r.content.get("absent", {}))
     left_out = r.content.get("left_out", [])
     if missing:
-        texts.append("No number:\n\n" + "\n".join(f"- {line[:200]}" for line in missing))
+        texts.append("No number:\n\n" + "\n".join(f"- {line}" for line in missing))
     if left_out:
         texts.append(f"Left out for the time limit: {'; '.join(left_out)}.")
     return "\n\n".join(texts)
@@ -266,5 +269,3 @@ def device_tests() -> str:
         failures += [f"- `{f['test']}`: {f['message']}" for f in content["failures"]]
     found = markdown(["file", "where", "outcome", "time"], lines, left=3)
     return found + ("\n\n" + "\n".join(failures) if failures else "")
-
-
