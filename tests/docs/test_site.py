@@ -117,5 +117,5 @@ def test_a_new_file_is_a_new_section(measured, monkeypatch, tmp_path):
     monkeypatch.setattr(measured, "RESULTS", tmp_path)
     monkeypatch.setattr(measured, "DRAWN", tmp_path / "drawn")
     page = measured.page()
-    assert page.startswith("## fwd somewhere, 2099-01-02\n")
+    assert page.startswith("## Forward, somewhere, 2099-01-02\n")
     assert len(list((tmp_path / "drawn").glob("*.svg"))) == 1

@@ -28,7 +28,15 @@ RESULTS = ROOT / "benchmarks" / "results"
 DRAWN = ROOT / "out" / "docs" / "measured"
 SITE_FOLDER = "measured"
 _DIRECTIONS = {"fwd": "forward", "bwd": "backward", "fwd_bwd": "forward + backward"}
-_MASKS = {True: "causal", False: "full"}
+# In the order of a day's sections, and as a heading has them.
+_KINDS = {
+    "fwd": "Forward",
+    "bwd": "Backward",
+    "fwd_bwd": "Forward and backward",
+    "generations": "Generations",
+    "train": "Training",
+}
+_WORDS = {"h200": "H200", "h100": "H100", "cpu": "CPU", "triton": "Triton"}
 _OURS = ("tilewise-gluon", "tilewise", "tilewise-triton", "tilewise-fa1")
 
 
@@ -59,8 +67,9 @@ class Result:
 
     @property
     def title(self) -> str:
-        words = self.path.stem.split("-")
-        return f"{' '.join(words[3:])}, {'-'.join(words[:3])}"
+        year, month, day, kind, *rest = self.path.stem.split("-")
+        words = " ".join(_WORDS.get(word, word) for word in rest)
+        return f"{_KINDS.get(kind, kind)}, {words}, {year}-{month}-{day}"
 
     def figures(self) -> list[Path]:
         """The figures, drawn anew when the file or what draws it has changed."""
@@ -91,12 +100,20 @@ def _files() -> Iterator[tuple[Path, dict[str, Any]]]:
 
 
 def results() -> list[Result]:
-    """Files with rows of ``tilewise bench``, the newest first."""
-    return [
+    """Files with rows of ``tilewise bench``: by day, the newest first, and then by kind."""
+    found = [
         Result(path, content)
         for path, content in _files()
         if content.get("rows") and "suite" in content["rows"][0]
     ]
+    kinds = list(_KINDS)
+
+    def place(result: Result) -> tuple[bool, int, str]:
+        kind = result.path.stem.split("-")[3]
+        known = kinds.index(kind) if kind in kinds else len(kinds)
+        return not result.on_gpu, known, result.path.stem
+
+    return sorted(sorted(found, key=place), key=lambda r: r.path.stem[:10], reverse=True)
 
 
 def page() -> str:
