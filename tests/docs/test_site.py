@@ -70,6 +70,19 @@ def test_needs_no_network(site):
         assert not re.search(r"url\(.?https?:", sheet.read_text()), sheet
 
 
+def test_what_is_not_there_is_found_out(monkeypatch):
+    monkeypatch.syspath_prepend(TOOLS)
+    import hooks
+
+    path = "src/tilewise/core/mask.py"
+    assert (
+        "def keys_of"
+        in (ROOT / path).read_text().splitlines()[hooks.line_of(path, "MaskSpec.keys_of") - 1]
+    )
+    assert hooks.line_of(path, "MaskSpec.nothing") is None
+    assert hooks.line_of(path, "nothing") is None
+
+
 def test_figures_are_what_is_drawn():
     program(str(TOOLS / "figures.py"), "--check")
 

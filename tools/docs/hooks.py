@@ -1,6 +1,7 @@
 """What mkdocs makes while it builds: generated parts, links to the code, formulas.
 
-- ``<!-- generated: NAME -->`` in a page is followed by what ``PARTS[NAME]`` returns.
+- ``<!-- generated: NAME -->`` in a page is followed by what ``PARTS[NAME]`` returns, in place of
+  the line for those who read the page as it is.
 - README.md is the home page and CHANGELOG.md a page; their links are brought to the site's.
 - A link to a file of the code, ``[fwd](../src/tilewise/x.py#fwd)``, leads to that file's page, at
   the line where ``fwd`` is defined; a file or name that is not there is a warning.
@@ -27,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 log = logging.getLogger("mkdocs.hooks.tilewise")
 
 HOME = {"docs/": "", "benchmarks/results": "benchmarks.md", "CHANGELOG.md": "changelog.md"}
-_MARK = re.compile(r"<!-- generated: ([\w-]+) -->")
+_MARK = re.compile(r"(<!-- generated: ([\w-]+) -->)(?:\n\*.*\*)?")
 _CODE = re.compile(r"\]\((?:\.\./)*((?:src|tests|tools)/[\w./]+\.(?:py|toml))(?:#([\w.]+))?\)")
 _MATH = re.compile(r'<(span|div) class="arithmatex">\s*\\[(\[](.*?)\\[)\]]\s*</\1>', re.S)
 _LINE = re.compile(r'href="([^"#]*)" title="line (\d+)"')
@@ -90,10 +91,11 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         return markdown
 
     def part(match: re.Match[str]) -> str:
-        if match[1] not in parts.PARTS:
-            log.warning(f"{here}: nothing generates '{match[1]}'")
+        mark, name = match.groups()
+        if name not in parts.PARTS:
+            log.warning(f"{here}: nothing generates '{name}'")
             return match[0]
-        return f"{match[0]}\n\n{parts.PARTS[match[1]]()}\n"
+        return f"{mark}\n\n{parts.PARTS[name]()}\n"
 
     def code(match: re.Match[str]) -> str:
         path, name = match[1], match[2]
