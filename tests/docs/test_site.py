@@ -50,6 +50,7 @@ def test_builds_and_holds_what_it_generates(site):
     assert "outside the rule" in text["errors.html"]
     assert 'id="tilewise.api.flash_attn_func"' in text["reference/functions.html"]
     assert "--d-head" in text["reference/command-line.html"]
+    assert "⟨out, dout⟩" in text["reference/testing.html"]
     for name, page in text.items():
         assert name.startswith("source/") or 'class="arithmatex"' not in page, name
     assert "<math" in text["algorithms/backward.html"]
