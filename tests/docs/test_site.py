@@ -51,6 +51,7 @@ def test_builds_and_holds_what_it_generates(site):
     assert 'id="tilewise.api.flash_attn_func"' in text["reference/functions.html"]
     assert "--d-head" in text["reference/command-line.html"]
     assert "⟨out, dout⟩" in text["reference/testing.html"]
+    assert "<blockquote>" not in text["reference/functions.html"]  # examples are code
     for name, page in text.items():
         assert name.startswith("source/") or 'class="arithmatex"' not in page, name
     assert "<math" in text["algorithms/backward.html"]
