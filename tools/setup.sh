@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes .venv and installs tilewise into it, editable, with the extras named in $1 ("bench", "test,triton,bench,dev").
+# Makes .venv and installs tilewise into it, editable, with the extras named in $1 ("bench", "test,triton,bench,dev,docs").
 # Where a GPU is present and the system's Python already has a CUDA torch, that torch is used; else the pinned one
 # is installed, which on Linux is a CUDA build unless a CPU build is at hand.
 set -euo pipefail

@@ -5,25 +5,25 @@ nheads_kv)``:
 
     x_ij = softmax_scale * <q_i, k_j>
     s_ij = softcap * tanh(x_ij / softcap)  (softcap > 0, else x_ij)  - slope_h * |d - j|  + bias_ij
-    j is seen by i when  d - window_left <= j <= d + window_right,  the bool mask is True,  bias_ij
-    != -inf lse_i = log( sum over seen j of exp(s_ij)  [+ exp(sink_h)] )
+    j is seen by i when  d - window_left <= j <= d + window_right,  the bool mask is True  and
+        bias_ij != -inf
+    lse_i = log( sum over seen j of exp(s_ij)  [+ exp(sink_h)] )
     p_ij = exp(s_ij - lse_i) where seen, else 0
-    out_i = sum_j p_ij keep_ij / (1 - dropout_p) v_j
+    out_i = sum_j p_ij z_ij v_j    with  z_ij = keep_ij / (1 - dropout_p)
 
 and, for L = <out, dout> + <lse, dlse>,
 
-    dp_ij = <dout_i, v_j> keep_ij / (1 - dropout_p)        dv_j = sum_i p_ij keep_ij / (1 -
-    dropout_p) dout_i delta_i = sum_j p_ij dp_ij - dlse_i                     ds_ij = p_ij (dp_ij -
-    delta_i) dx_ij = ds_ij (1 - tanh(x_ij / softcap)^2)              dbias = ds, summed to the
-    bias's shape dq_i = scale sum_j dx_ij k_j   dk_j = scale sum_i dx_ij q_i   dsink_h = - sum_i
-    exp(sink_h - lse_i) delta_i
+    dp_ij = <dout_i, v_j> z_ij                      dv_j = sum_i p_ij z_ij dout_i
+    delta_i = sum_j p_ij dp_ij - dlse_i             ds_ij = p_ij (dp_ij - delta_i)
+    dx_ij = ds_ij (1 - tanh(x_ij / softcap)^2)      dbias = ds, summed to the bias's shape
+    dq_i = softmax_scale sum_j dx_ij k_j            dk_j = softmax_scale sum_i dx_ij q_i
+    dsink_h = - sum_i exp(sink_h - lse_i) delta_i
 
 A row that sees no key gives out = 0 and lse = -inf (lse = sink with a sink) and sends no gradient.
 What is not finite reaches a row only through keys that the row sees, and then as NaN.
 
 Both directions are composites of torch functions, so autograd differentiates them: double backward
-    is the
-derivative of ``backward``.
+is the derivative of ``backward``.
 """
 
 from __future__ import annotations

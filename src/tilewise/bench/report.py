@@ -9,6 +9,8 @@ from .results import Row
 
 _MASKS = {True: "causal", False: "full"}
 _Group = tuple[str, str, str, str, str]
+Cells = tuple[list[str], list[list[str]]]  # a table's header and its lines
+_LEFT = 6  # columns of words
 
 
 def group(row: Row) -> _Group:
@@ -29,7 +31,7 @@ def dropout(row: Row) -> str:
     return f"{p:g}" if p else "-"
 
 
-def _over_lengths(rows: Sequence[Row], value: str, number: str, factor: float) -> str:
+def _over_lengths(rows: Sequence[Row], value: str, number: str, factor: float) -> Cells:
     """A line for each group and provider, a column for each length."""
     lengths = sorted({r.seqlen_q for r in rows})
     found: dict[tuple[_Group, str], dict[int, str]] = {}
@@ -46,23 +48,34 @@ def _over_lengths(rows: Sequence[Row], value: str, number: str, factor: float) -
         if g == wanted
     ]
     header = ["direction", "heads", "d", "mask", "dropout", "provider", *map(str, lengths)]
-    return table(header, lines, left=6)
+    return header, lines
 
 
-def speed(rows: Sequence[Row], protocol: str, on_gpu: bool) -> str:
-    """TFLOPS (GFLOP/s on a CPU) of the rows of one protocol."""
+def speed_cells(rows: Sequence[Row], protocol: str, on_gpu: bool) -> Cells:
+    """What ``speed`` prints."""
     chosen = [r for r in rows if r.protocol == protocol]
     return _over_lengths(chosen, "tflops", ".0f" if on_gpu else ".1f", 1.0 if on_gpu else 1e3)
 
 
-def peak_memory(rows: Sequence[Row]) -> str:
-    """Peak MiB beyond the inputs; "" where none was measured."""
+def peak_cells(rows: Sequence[Row]) -> Cells | None:
+    """What ``peak_memory`` prints; None where none was measured."""
     protocols = [r.protocol for r in rows if r.peak_mib is not None]
     if not protocols:
-        return ""
+        return None
     measured = {r.direction for r in rows if r.peak_mib is not None}
     chosen = [r for r in rows if r.protocol == protocols[0] and r.direction in measured]
     return _over_lengths(chosen, "peak_mib", ".1f", 1.0)
+
+
+def speed(rows: Sequence[Row], protocol: str, on_gpu: bool) -> str:
+    """TFLOPS (GFLOP/s on a CPU) of the rows of one protocol."""
+    return table(*speed_cells(rows, protocol, on_gpu), left=_LEFT)
+
+
+def peak_memory(rows: Sequence[Row]) -> str:
+    """Peak MiB beyond the inputs; "" where none was measured."""
+    cells = peak_cells(rows)
+    return "" if cells is None else table(*cells, left=_LEFT)
 
 
 def reasons(rows: Sequence[Row]) -> list[str]:

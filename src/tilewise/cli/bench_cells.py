@@ -16,14 +16,14 @@ from ..bench.runner import Runner
 from ..bench.timing import GPU_PROTOCOLS, SUSTAINED
 from .gate import verify
 
-_GENERATION_LABELS = {
+GENERATION_LABELS = {
     "eager": "standard attention",
     "tilewise-fa1": "FlashAttention",
     "tilewise": "FlashAttention-2",
     "tilewise-triton": "FlashAttention-2",
     "tilewise-gluon": "FlashAttention-3",
 }
-_NOTES = {
+NOTES = {
     "interleaved": "after a warm call each, the providers run in turn, in rotating order; median",
     "burst": "0.25 s of idling, one warm launch, ten timed; mean of a launch",
     "sustained": "continuous load, the providers in turn; median chunk",
@@ -78,7 +78,7 @@ def _print(runner: Runner, asked: Asked, absent: dict[str, str]) -> None:
     print(*report.absent(absent), sep="\n  ") if absent else None
     for protocol in runner.meter.protocols:
         unit = "TFLOPS" if on_gpu else "GFLOP/s"
-        print(f"\n{unit}, protocol {protocol}: {_NOTES[protocol]}\n")
+        print(f"\n{unit}, protocol {protocol}: {NOTES[protocol]}\n")
         print(report.speed(runner.rows, protocol, on_gpu))
     if peaks := report.peak_memory(runner.rows):
         print("\nPeak MiB beyond the inputs; a backward's with that of its forward:\n")
@@ -100,7 +100,7 @@ def _files(runner: Runner, arguments: argparse.Namespace, suite: str) -> None:
     if arguments.plot and not plots.available():
         print(plots.HOW_TO_GET)
     elif arguments.plot and runner.rows:
-        labels = _GENERATION_LABELS if suite else {"eager": "standard"}
+        labels = GENERATION_LABELS if suite else {"eager": "standard"}
         written += panels.draw(runner.rows, runner.output.board, arguments.plot, labels)
     for path in written:
         print(f"wrote {path}")

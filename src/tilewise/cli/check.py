@@ -131,18 +131,18 @@ def _ways() -> list[tuple[str, str]]:
     return [(name, a) for name, backend in BACKENDS.items() for a in backend.algorithms]
 
 
-def _ran(found: Sequence[Verdict]) -> list[tuple[str, str]]:
+def ways_taken(found: Sequence[Verdict]) -> list[tuple[str, str]]:
     """The ways that took at least one call."""
     return [way for way in _ways() if any((v.backend, v.algorithm) == way for v in found)]
 
 
-def _lines(found: Sequence[Verdict]) -> list[list[str]]:
+def table_lines(found: Sequence[Verdict]) -> list[list[str]]:
     """A line for each dtype and result, each number the largest over the cases."""
     lines = []
     for dtype, result in dict.fromkeys((v.dtype, v.result) for v in found):
         here = [v for v in found if (v.dtype, v.result) == (dtype, result)]
         cells = [dtype, result, f"{max(v.plain_error for v in here):.1e}"]
-        for way in _ran(found):
+        for way in ways_taken(found):
             errors = [v.error for v in here if (v.backend, v.algorithm) == way]
             cells.append(f"{max(errors):.1e}" if errors else "-")
         tightest = max(here, key=lambda v: v.used)
@@ -187,10 +187,10 @@ def command(own: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
         content = {"board": board(device), "ok": not failed, "rows": [_row(v) for v in found]}
         print(json.dumps({**content, "refused": refused}, indent=1, allow_nan=False))
         return 1 if failed else 0
-    ways = [f"{backend}/{algorithm}" for backend, algorithm in _ran(found)]
+    ways = [f"{backend}/{algorithm}" for backend, algorithm in ways_taken(found)]
     header = ["dtype", "result", "plain torch", *ways, "allowed", "closest to it", ""]
     print(f"{device}: largest error against the float64 oracle, over", ", ".join(cases()))
-    print(table(header, _lines(found), left=2))
+    print(table(header, table_lines(found), left=2))
     for line in _grouped(refused):
         print("refused:", line)
     for v in failed:

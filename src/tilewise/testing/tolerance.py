@@ -5,8 +5,8 @@
 ``ref64`` is the float64 oracle on the same (rounded) inputs, ``plain`` the same mathematics in
 plain torch in the input's dtype, k = 2 for out and lse and 3 for gradients, band = 2 * eps(dtype) *
 max|ref64| with float32's eps at least. For float64 inputs plain and oracle are one and the same, so
-the band alone counts: 64 * eps(float64), which covers the oracle's own rounding. Infinities must
-    agree exactly; a NaN agrees only with a NaN of the oracle.
+the band alone counts: 64 * eps(float64) * max|ref64|, which covers the oracle's own rounding.
+Infinities must agree exactly; a NaN agrees only with a NaN of the oracle.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """FlashAttention's forward (Dao et al. 2022, Algorithm 1) on a CPU: outer loop over key blocks.
 
 O, l and m of every row stay in memory between key blocks, and O is kept normalised: each visit of a
-    query block
-undoes the last normalisation and applies the new one. Over key blocks j (outer) and query blocks i
-(inner):
+query block undoes the last normalisation and applies the new one. Over key blocks j (outer) and
+query blocks i (inner):
 
     S = Q_i K_j^T      m~ = rowmax S      P~ = exp(S - m~)      l~ = rowsum P~
     m' = max(m, m~)    l' = exp(m - m') l + exp(m~ - m') l~
