@@ -194,6 +194,8 @@ def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.d_model % options.n_heads:
         parser.error("--d-model must be a multiple of --n-heads")
+    if not options.prompt:
+        parser.error("--prompt: give at least one character to begin with")
     if options.save and not options.save.parent.is_dir():
         parser.error(f"--save: there is no folder {options.save.parent}")
     if options.dtype is None:
