@@ -32,21 +32,21 @@ def test_padded_and_packed_agree_with_eager(example):
     assert nearest["Rates rose, so shares dropped."].startswith("The stock market fell")
 
 
-def test_reads_lines_and_cuts_batches(example, tmp_path):
-    output = example("embed.py", *QUICK, "--sentences", "-", "--batch", 2, text=LINES).stdout
-    check(output)
+def test_reads_lines_in_batches_and_halves(example):
+    options = ["--sentences", "-", "--batch", 2, "--dtype", "bfloat16"]
+    output = example("embed.py", *QUICK, *options, text=LINES).stdout
+    check(output, 2e-2)
     assert "3 sentences" in output
-    path = tmp_path / "lines.txt"
-    path.write_text(LINES)
-    again = example("embed.py", *QUICK, "--sentences", path, "--dtype", "bfloat16").stdout
-    check(again, 2e-2)
-    assert re.search(r"Cats purr\. +A cat makes", again)
+    assert re.search(r"Cats purr\. +A cat makes", output)
 
 
-def test_says_what_to_do(load, tmp_path):
+def test_reads_files_and_says_what_to_do(load, tmp_path):
     module = load("embed.py")
     with pytest.raises(SystemExit, match=r"no config\.json"):
         module.model_folder(tmp_path)
+    lines = tmp_path / "lines.txt"
+    lines.write_text("One.\n\n Two.\n")
+    assert module.read_sentences(str(lines)) == ["One.", "Two."]
     empty = tmp_path / "empty.txt"
     empty.touch()
     with pytest.raises(SystemExit, match="no sentences; give one a line"):
