@@ -105,17 +105,18 @@ def test_what_no_row_sees_may_hold_anything(which, garbage, forward):
 
 
 @pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("grows", ["towards the first key", "towards the last", "in one key"])
-def test_the_reference_moves_when_it_must(grows, d, assert_forward_agrees):
+def test_the_reference_moves_when_it_must(grows, dtype, d, assert_forward_agrees):
     """Blocks are taken from the last: scores of hundreds in the first keys come late."""
-    inputs = qkv(70, 700, d=d)
+    inputs = qkv(70, 700, d=d, dtype=dtype)
     j = torch.arange(700.0)
     factor = {
         "towards the first key": 1 + 10 * (700 - j) / 700,
         "towards the last": 1 + 10 * j / 700,
         "in one key": torch.where(j == 3, 60.0, 1.0),
     }[grows]
-    inputs["k"] = (inputs["k"] * factor[:, None, None]).half()
+    inputs["k"] = (inputs["k"] * factor[:, None, None]).to(dtype)
     assert_forward_agrees(inputs | {"softmax_scale": 1.0})
     assert_forward_agrees(inputs | {"causal": True})
 

@@ -384,7 +384,7 @@ def _consume(
         s = _scores(x, m_start, n_start, SCORE, MASK, APPROX_TANH)
         if (n_start < n1) | (n_start >= n2):
             s = _hide(s, m_start, n_start, MASK)
-        p32, m_i, l_i = first_softmax(s, SCORE, BLOCK_N, rows)
+        p32, m_i, l_i = first_softmax(s, SCORE, BLOCK_N, rows, dtype)
         if seed is not None:
             p32 = drop_tile(p32, DROPOUT, m_start, n_start)
         p = gl.convert_layout(p32.to(dtype), p_layout, assert_trivial=True)

@@ -21,9 +21,9 @@ to_m = twin(triton_score.to_m)
 
 @gluon.constexpr_function
 def _range(dtype):
-    """In powers of two: how large p may grow, and where its maximum is put when it has grown more.
-    float16 has no smaller numbers to spare."""
-    return (14, 0) if dtype == gl.float16 else (30, -30)
+    """In powers of two: how large p may grow, and how far above the maximum the reference is put at
+    most. float16 has no small numbers to spare for that."""
+    return (14, 0) if dtype == gl.float16 else (40, 80)
 
 
 @gluon.jit
@@ -59,12 +59,16 @@ def row_maximum(s, BLOCK_N: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def _with_maximum(s, m_i, SCORE, BLOCK_N: gl.constexpr, LOWER: gl.constexpr):
-    """p, m and alpha where the reference moves if the maximum is above it, and then so far that the
-    maximum weighs 2^LOWER; to the maximum itself in a row that has seen no key."""
+def _with_maximum(s, m_i, SCORE, BLOCK_N: gl.constexpr, dtype: gl.constexpr):
+    """p, m and alpha where the reference moves if the maximum is above it: past the maximum, which
+    leaves room for larger ones to come, by as much as lse keeps its digits."""
+    ROOM: gl.constexpr = _range(dtype)[1]
     rows: gl.constexpr = m_i.type.layout
     top = to_m(row_maximum(s, BLOCK_N, rows), SCORE)
-    m_new = gl.where(top > m_i, gl.where(m_i == NEG_INF, top, top - LOWER), m_i)
+    above = top
+    if ROOM > 0:
+        above += gl.minimum(gl.abs(top), ROOM)
+    m_new = gl.where(top > m_i, above, m_i)
     # rows that have seen no key: exp(-inf - 0) is 0, exp(-inf + inf) is not
     reference = gl.where(m_new == NEG_INF, 0.0, m_new)
     alpha = exp2(m_i - reference)
@@ -73,10 +77,10 @@ def _with_maximum(s, m_i, SCORE, BLOCK_N: gl.constexpr, LOWER: gl.constexpr):
 
 
 @gluon.jit
-def first_softmax(s, SCORE, BLOCK_N: gl.constexpr, layout: gl.constexpr):
+def first_softmax(s, SCORE, BLOCK_N: gl.constexpr, layout: gl.constexpr, dtype: gl.constexpr):
     """p, m_i and l_i of a row's first tile, which may be masked."""
     m_i = gl.full([64], NEG_INF, gl.float32, layout)
-    p, m_i, _ = _with_maximum(s, m_i, SCORE, BLOCK_N, 0)
+    p, m_i, _ = _with_maximum(s, m_i, SCORE, BLOCK_N, dtype)
     return p, m_i, partial_sums(p, BLOCK_N)
 
 
@@ -90,15 +94,14 @@ def softmax(
     anyway, tell whether it grew too large, or is NaN since the row has seen no key so far. Then
     the warp takes the maximum and p once more.
     """
-    UPPER: gl.constexpr = _range(dtype)[0]
-    LOWER: gl.constexpr = _range(dtype)[1]
+    LIMIT: gl.constexpr = _range(dtype)[0]
     p = exp2(to_m(s, SCORE) - m_i[:, None])
-    sums, large = any_above(partial_sums(p, BLOCK_N), UPPER, scalar, REGISTER)
+    sums, large = any_above(partial_sums(p, BLOCK_N), LIMIT, scalar, REGISTER)
     rows: gl.constexpr = m_i.type.layout
     m_new = m_i
     alpha = gl.full([64], 1.0, gl.float32, rows)
     if large != 0:
-        p, m_new, alpha = _with_maximum(s, m_i, SCORE, BLOCK_N, LOWER)
+        p, m_new, alpha = _with_maximum(s, m_i, SCORE, BLOCK_N, dtype)
         sums = partial_sums(p, BLOCK_N)
     return p, m_new, _add(l_i, alpha, sums), alpha
 
