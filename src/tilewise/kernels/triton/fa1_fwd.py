@@ -30,9 +30,12 @@ def _visit_rows(
     n_start,
     m_from,
     m_to,
+    m_0,
+    l_0,
     SCORE,
     MASK,
     DROPOUT,
+    FIRST: tl.constexpr,
     MASKED: tl.constexpr,
     CHECK: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -44,15 +47,21 @@ def _visit_rows(
     PRECISION: tl.constexpr,
     APPROX_TANH: tl.constexpr,
 ):
-    """Algorithm 2's inner loop, lines 8 to 17, over the row tiles of [m_from, m_to)."""
+    """Algorithm 2's inner loop, lines 8 to 17, over the row tiles of [m_from, m_to).
+
+    FIRST says that these rows have seen no key yet: O is 0, m and l are m_0 and l_0.
+    """
     used_q = MASK[0]
     j = (n_start + tl.arange(0, BLOCK_N))[None, :]
     for m_start in tl.range(m_from, m_to, BLOCK_M):
         offs_m = m_start + tl.arange(0, BLOCK_M)
         q = load_rows(Q, m_start, 0, used_q, BLOCK_M, HEAD_DIM, BLOCK_D, USE_TMA, CHECK)  # 9
-        m_i = tl.load(M_i + offs_m)  # (BLOCK_M,)
-        l_i = tl.load(L_i + offs_m)
-        flat = load_flat(O_i, m_start, BLOCK_M, BLOCK_DV)  # on its way while the scores are made
+        m_i, l_i = m_0, l_0  # (BLOCK_M,)
+        if not FIRST:
+            m_i = tl.load(M_i + offs_m)
+            l_i = tl.load(L_i + offs_m)
+            # on its way while the scores are made
+            flat = load_flat(O_i, m_start, BLOCK_M, BLOCK_DV)
         s = tl.dot(q, k.T, input_precision=PRECISION)  # 10: (BLOCK_M, BLOCK_N)
         s, _ = scores(s, offs_m[:, None], j, SCORE, MASK, MASKED, APPROX_TANH)  # 11
         GUARD: tl.constexpr = MASKED or SCORE[3] is not None or SCORE[4] is not None
@@ -65,11 +74,77 @@ def _visit_rows(
         if SCORE[3] is not None or SCORE[4] is not None:
             v_i = tl.where(hides_keys(s)[:, None], 0.0, v)  # 0 times NaN is NaN
         pv = tl.dot(p.to(v.dtype), v_i, input_precision=PRECISION)
-        o = tile_of(flat, BLOCK_M, BLOCK_DV) * (alpha * l_i * inverse)[:, None]
-        o += pv * inverse[:, None]
+        o = pv * inverse[:, None]
+        if not FIRST:
+            o += tile_of(flat, BLOCK_M, BLOCK_DV) * (alpha * l_i * inverse)[:, None]
         store_scratch(O_i, m_start, o, BLOCK_M, BLOCK_DV)  # 15
         tl.store(M_i + offs_m, m_new)  # 16
         tl.store(L_i + offs_m, l_new)
+
+
+@triton.jit
+def _begin_rows(
+    O_i, M_i, L_i, m_from, m_to, m_0, l_0, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr
+):
+    """Writes down the row tiles of [m_from, m_to) as they are before any key."""
+    nothing = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    for m_start in range(m_from, m_to, BLOCK_M):
+        offs_m = m_start + tl.arange(0, BLOCK_M)
+        store_scratch(O_i, m_start, nothing, BLOCK_M, BLOCK_DV)
+        tl.store(M_i + offs_m, m_0)
+        tl.store(L_i + offs_m, l_0)
+
+
+@triton.jit
+def _visit_block(
+    K,
+    V,
+    Q,
+    O_i,
+    M_i,
+    L_i,
+    n_start,
+    n_first,
+    n_stop,
+    m_0,
+    l_0,
+    SCORE,
+    MASK,
+    DROPOUT,
+    FIRST: tl.constexpr,
+    CUT_Q: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    USE_TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
+    APPROX_TANH: tl.constexpr,
+):
+    """Algorithm 2's outer loop, lines 7 to 17, for one block of keys: cut tiles of rows apart from
+    whole ones."""
+    used_k = MASK[1]
+    # 7
+    k = load_rows(K, n_start, n_first, n_stop, BLOCK_N, HEAD_DIM, BLOCK_D, False, True)
+    v = load_rows(V, n_start, n_first, n_stop, BLOCK_N, HEAD_DIM_V, BLOCK_DV, False, True)
+    m0, m1, m2, m3 = row_blocks(n_start, tl.minimum(n_start + BLOCK_N, used_k), MASK, BLOCK_M)
+    if n_start + BLOCK_N > used_k:
+        m2 = m1  # the end of the keys cuts every tile
+    if MASK[3] is not None:
+        _visit_rows(
+            k, v, Q, O_i, M_i, L_i, n_start, m0, m1, m_0, l_0, SCORE, MASK, DROPOUT, FIRST, True,
+            CUT_Q, HEAD_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, USE_TMA, PRECISION, APPROX_TANH,
+        )  # fmt: skip
+    _visit_rows(
+        k, v, Q, O_i, M_i, L_i, n_start, m1, m2, m_0, l_0, SCORE, MASK, DROPOUT, FIRST, False,
+        False, HEAD_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, USE_TMA, PRECISION, APPROX_TANH,
+    )  # fmt: skip
+    _visit_rows(
+        k, v, Q, O_i, M_i, L_i, n_start, m2, m3, m_0, l_0, SCORE, MASK, DROPOUT, FIRST, True,
+        CUT_Q, HEAD_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, USE_TMA, PRECISION, APPROX_TANH,
+    )  # fmt: skip
 
 
 @triton.jit(
@@ -182,42 +257,35 @@ def fa1_fwd_kernel(
     O_i = scratch_of(o_scratch, head, scratch_rows, first, BLOCK_DV)
     M_i = scratch_of(m_scratch, head, scratch_rows, first, 1)
     L_i = scratch_of(l_scratch, head, scratch_rows, first, 1)
+    CUT_Q: tl.constexpr = not USE_TMA or cu_seqlens_q is not None
 
     # 3: O = 0, and m and l of no key but the sink
-    m_i, l_i = initial_state(sink, head, SCORE, BLOCK_M)
-    nothing = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    for m_start in range(0, length_q, BLOCK_M):
-        offs_m = m_start + tl.arange(0, BLOCK_M)
-        store_scratch(O_i, m_start, nothing, BLOCK_M, BLOCK_DV)
-        tl.store(M_i + offs_m, m_i)
-        tl.store(L_i + offs_m, l_i)
-
+    m_0, l_0 = initial_state(sink, head, SCORE, BLOCK_M)
     # 6; keys that no row sees stay unread, whatever stands in memory there
     n_first, n_stop = keys_of(0, used_q, MASK)
-    CUT_Q: tl.constexpr = not USE_TMA or cu_seqlens_q is not None
-    for n_start in range(n_first // BLOCK_N * BLOCK_N, n_stop, BLOCK_N):
-        # what this program wrote before is read by other threads of it
-        tl.debug_barrier()
-        # 7
-        k_tile = load_rows(K, n_start, n_first, n_stop, BLOCK_N, HEAD_DIM, BLOCK_D, False, True)
-        v_tile = load_rows(V, n_start, n_first, n_stop, BLOCK_N, HEAD_DIM_V, BLOCK_DV, False, True)
-        m0, m1, m2, m3 = row_blocks(n_start, tl.minimum(n_start + BLOCK_N, used_k), MASK, BLOCK_M)
-        if n_start + BLOCK_N > used_k:
-            m2 = m1  # the end of the keys cuts every tile
-        if window_right is not None:
-            _visit_rows(
-                k_tile, v_tile, Q, O_i, M_i, L_i, n_start, m0, m1, SCORE, MASK, DROPOUT, True,
-                CUT_Q, HEAD_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, USE_TMA, PRECISION,
-                APPROX_TANH,
-            )  # fmt: skip
-        _visit_rows(
-            k_tile, v_tile, Q, O_i, M_i, L_i, n_start, m1, m2, SCORE, MASK, DROPOUT, False,
-            False, HEAD_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, USE_TMA, PRECISION,
+    n_start = n_first // BLOCK_N * BLOCK_N
+    m_first, m_stop = length_q, length_q
+    # without a left side of the window all rows that see a key see the first block, which finds
+    # them as they begin; others are written down
+    FROM_FIRST: tl.constexpr = window_left is None
+    if FROM_FIRST and n_start < n_stop:
+        last = tl.minimum(n_start + BLOCK_N, used_k)
+        m_first, _, _, m_stop = row_blocks(n_start, last, MASK, BLOCK_M)
+    _begin_rows(O_i, M_i, L_i, 0, m_first, m_0, l_0, BLOCK_M, BLOCK_DV)
+    _begin_rows(O_i, M_i, L_i, m_stop, length_q, m_0, l_0, BLOCK_M, BLOCK_DV)
+    if FROM_FIRST and n_start < n_stop:
+        _visit_block(
+            K, V, Q, O_i, M_i, L_i, n_start, n_first, n_stop, m_0, l_0, SCORE, MASK, DROPOUT, True,
+            CUT_Q, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, USE_TMA, PRECISION,
             APPROX_TANH,
         )  # fmt: skip
-        _visit_rows(
-            k_tile, v_tile, Q, O_i, M_i, L_i, n_start, m2, m3, SCORE, MASK, DROPOUT, True,
-            CUT_Q, HEAD_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, USE_TMA, PRECISION,
+        n_start += BLOCK_N
+    for n in range(n_start, n_stop, BLOCK_N):
+        # what this program wrote before is read by other threads of it
+        tl.debug_barrier()
+        _visit_block(
+            K, V, Q, O_i, M_i, L_i, n, n_first, n_stop, m_0, l_0, SCORE, MASK, DROPOUT, False,
+            CUT_Q, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, USE_TMA, PRECISION,
             APPROX_TANH,
         )  # fmt: skip
 
