@@ -178,7 +178,8 @@ def test_long_rows_and_many_tiles():
     got = testing.run(**inputs, **GLUON, backward=False)
     want = testing.run(**inputs, backend="triton", backward=False)
     torch.testing.assert_close(got.lse, want.lse, rtol=0, atol=1e-4)
-    torch.testing.assert_close(got.out, want.out, rtol=0, atol=2**-7)
+    # both are rounded: neighbours in bfloat16 are equal
+    torch.testing.assert_close(got.out, want.out, rtol=2**-7, atol=2**-7)
 
 
 def test_launches_on_several_streams_at_once_share_no_counter():
