@@ -8,7 +8,7 @@ from tilewise import testing
 from tilewise.arguments import Options, Packing, dense_call, packed_call
 from tilewise.backends import reference
 from tilewise.backends.base import Wanted
-from tilewise.backends.gluon import bwd, bwd_two_pass, fwd
+from tilewise.backends.gluon import bwd, bwd_two_pass, counters, fwd
 from tilewise.backends.triton import launch
 from tilewise.ops.schema import describe
 from tilewise.testing.oracle import cotangents
@@ -36,7 +36,7 @@ def _launch(self, tensors):
 def forward(monkeypatch):
     """out and lse of a call as a user writes it, by the emulated kernel."""
     monkeypatch.setattr(launch.Launch, "__call__", _launch)
-    monkeypatch.setattr(fwd, "_multiprocessors", lambda index: 3)
+    monkeypatch.setattr(counters, "_multiprocessors", lambda index: 3)
 
     def call(q, k, v, **arguments):
         tensors, scalars = _operands(q, k, v, arguments)
@@ -59,6 +59,7 @@ def _operands(q, k, v, arguments):
 def assert_gradients_agree(monkeypatch):
     """Holds the emulated backward, after the reference's forward, against the oracle."""
     monkeypatch.setattr(launch.Launch, "__call__", _launch)
+    monkeypatch.setattr(counters, "_multiprocessors", lambda index: 3)
 
     def check(inputs, against=None, **wanted):
         q = inputs["q"]

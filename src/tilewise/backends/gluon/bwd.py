@@ -16,6 +16,8 @@ from ..triton import launch
 from ..triton.bwd import NAMES, preprocess, room_like, statistics, statistics_shape
 from ..triton.launch import Call, Launch, Of, Plan
 from ..triton.operands import operand_gradients
+from . import counters
+from .config import uneven
 from .fwd import unfit_for_tma
 
 BLOCK_M: int = ROWS.value
@@ -33,7 +35,7 @@ def takes(p: AttentionProblem) -> bool:
     )
 
 
-BACKWARD = (*NAMES, "dq_sum")
+BACKWARD = (*NAMES, "dq_sum", "counter")
 
 
 def backward(
@@ -50,6 +52,7 @@ def backward(
     shape = (heads * rows * block_d // 32, 32)
     new_sum = launch.room(shape, torch.float32, device)
     fits = launch.suits_tma(dout)
+    dynamic = uneven(p)
 
     def make(call: Call) -> list[Launch]:
         return [
@@ -69,6 +72,7 @@ def backward(
         dq, dk, dv = new_dq(), new_dk(), new_dv()
         call = (
             *t, out, lse, dout, dlse, new_lse(), new_delta(), dq, dk, dv, new_sum(),
+            counters.counter_of(device) if dynamic else None,
         )  # fmt: skip
         plan(call)
         if p.softmax_scale < 0:
@@ -96,6 +100,7 @@ def _one_pass(p: AttentionProblem, call: Call, block_d: int) -> Launch:
         return Of(name, compat.matrix_descriptor(x, shape, [shape[1], 1], block, swizzled))
 
     num_n_blocks = -(-p.seqlen_k // BLOCK_N)
+    num_tiles = num_n_blocks * p.nheads_kv * p.batch
     dk, dv = call["dk"], call["dv"]
     assert dk is not None and dv is not None
     arguments: dict[str, Any] = {
@@ -110,18 +115,22 @@ def _one_pass(p: AttentionProblem, call: Call, block_d: int) -> Launch:
         "dv_rows": Of("dv") if p.layout == VARLEN else None,
         "dk_strides": launch.strides(dk),
         "dv_strides": launch.strides(dv),
+        "counter": None if call["counter"] is None else Of("counter"),
         "num_n_blocks": num_n_blocks,
+        "num_tiles": num_tiles,
         "section": launch.section(p, p.nheads_kv),
         "grad_scale": abs(p.softmax_scale),
         "BLOCK_D": block_d,
         "STAGES": 3 if block_d == 64 else 2,
         "BY_MBARRIER": p.mask.window_right is not None,
+        "KEY_STAGES": 2 if block_d == 64 else 1,
+        "DYNAMIC": call["counter"] is not None,
         "CONSUMER_REGISTERS": 240,
         "PRODUCER_REGISTERS": 24,
         "APPROX_TANH": launch.approx_tanh(t.q),
     }
     options = compat.launch_options(num_warps=4, num_stages=1, maxnreg=168)
-    grid = num_n_blocks * p.nheads_kv * p.batch
+    grid = counters.programs(num_tiles, t.q.device)
     return Launch(flash_bwd_sm90_kernel, grid, arguments, options)
 
 

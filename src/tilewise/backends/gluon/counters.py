@@ -1,4 +1,4 @@
-"""Counters by which the programs of a launch share out its tiles.
+"""Programs that stay, and counters by which those of a launch share out its tiles.
 
 A launch finds its counter at 0 and leaves it at 0, so that one serves all launches of a stream,
 which come one after another. Those of two streams may run at once and have one each. What a CUDA
@@ -8,6 +8,7 @@ graph captured may run on any stream, and beside itself: each of its launches ha
 from __future__ import annotations
 
 import threading
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -47,3 +48,13 @@ def _new(device: torch.device, stream: int) -> Tensor:
 
 def _zero(device: torch.device) -> Tensor:
     return torch.zeros(1, dtype=torch.int32, device=device)
+
+
+def programs(num_tiles: int, device: torch.device) -> int:
+    """One for each multiprocessor, and no more than tiles."""
+    return min(num_tiles, _multiprocessors(device.index))
+
+
+@lru_cache
+def _multiprocessors(index: int) -> int:
+    return int(torch.cuda.get_device_properties(index).multi_processor_count)

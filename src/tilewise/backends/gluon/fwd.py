@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ...core.problem import VARLEN, AttentionProblem
@@ -56,7 +54,7 @@ def _launch(p: AttentionProblem, call: Call, config: HopperConfig) -> Launch:
     num_tiles = num_m_blocks * p.nheads * p.batch
     block_d, block_dv = widths(p)
     packed = p.layout == VARLEN
-    programs = min(num_tiles, _multiprocessors(out.device.index))
+    programs = counters.programs(num_tiles, out.device)
     section, sectioned = order(p, num_m_blocks, programs)
     shared = launch.shared_arguments(p, t)
     arguments: dict[str, Any] = {
@@ -118,8 +116,3 @@ def one_masked(p: AttentionProblem) -> bool:
     """Whether the window's right side and the keys' end cut one block at most of a consumer's."""
     right = p.mask.window_right
     return right is None or (p.layout != VARLEN and (p.seqlen_k - p.seqlen_q + right) % ROWS == 0)
-
-
-@lru_cache
-def _multiprocessors(index: int) -> int:
-    return int(torch.cuda.get_device_properties(index).multi_processor_count)

@@ -56,7 +56,7 @@ def _produce(GIVEN, TILE: gl.constexpr):
     clear = BARRIERS[8]
     (
         batch_id, head_kv, n_start, start_q, used_q, start_k, length_k, used_k, m0, _m1, _m2, m3,
-    ) = block_of_keys(SIZES, PACKED, ROWS, KEYS)  # fmt: skip
+    ) = block_of_keys(gl.program_id(0), SIZES, PACKED, ROWS, KEYS)  # fmt: skip
     if (n_start < length_k) & (m0 < m3):
         entry_q = batch_id
         entry_k = batch_id
@@ -169,7 +169,7 @@ def _values(GIVEN, OPERANDS, RESULTS, TILE: gl.constexpr, APPROX_TANH: gl.conste
     seed, dropout_threshold, keep_scale = OPERANDS[5:8]
     (
         batch_id, head_kv, n_start, _start_q, used_q, start_k, length_k, used_k, m0, m1, m2, m3,
-    ) = block_of_keys(SIZES, PACKED, ROWS, KEYS)  # fmt: skip
+    ) = block_of_keys(gl.program_id(0), SIZES, PACKED, ROWS, KEYS)  # fmt: skip
     if n_start < length_k:
         dv = gl.full([KEYS, BLOCK_DV], 0.0, gl.float32, d_layout)
         if m0 < m3:
@@ -274,7 +274,7 @@ def _keys(GIVEN, OPERANDS, RESULTS, TILE: gl.constexpr):
     DROPOUT: gl.constexpr = OPERANDS[5] is not None
     (
         batch_id, head_kv, n_start, _start_q, _used_q, start_k, length_k, _used_k, m0, _m1, _m2, m3,
-    ) = block_of_keys(SIZES, PACKED, ROWS, KEYS)  # fmt: skip
+    ) = block_of_keys(gl.program_id(0), SIZES, PACKED, ROWS, KEYS)  # fmt: skip
     if n_start < length_k:
         dk = gl.full([KEYS, BLOCK_D], 0.0, gl.float32, d_layout)
         if m0 < m3:

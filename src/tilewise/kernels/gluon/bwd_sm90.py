@@ -14,6 +14,7 @@ from .dropout import sign_transposed
 from .gradient import block_of_keys, statistics, statistics_place
 from .ptx import bar_sync, exp2, opaque_zero
 from .rows import clear_slack, load_clear, load_with_statistic, store_tile
+from .schedule import announce, step_tile, told
 from .softmax import hide, to_m
 from .tma import async_add, async_load, store_wait
 from .twins import twin
@@ -25,15 +26,18 @@ slope_of = twin(score.slope_of)
 
 # TENSORS  (q, k, v, dout, lse, delta, dq, dk, dv): TMA descriptors; lse, delta and dq are the
 #          backward's own, in the orders that ``statistics`` and ``in_register_order`` say
-# BUFFERS  (q, dout, k, v, lse, delta, ds, dq): shared memory; q, dout, lse and delta are rings of
-#          blocks of rows, k and v halves of 64 keys, ds those of two blocks of rows
-# BARRIERS (k_full, v_full, q_full, dout_full, empty, ds_full, clear)
+# BUFFERS  (q, dout, k, v, lse, delta, ds, dq, tile): shared memory; q, dout, lse and delta are
+#          rings of blocks of rows, k and v of KEY_STAGES times two halves of 64 keys, ds the
+#          halves of two blocks of rows
+# BARRIERS (k_full, v_full, q_full, dout_full, empty, ds_full, clear, keys_empty, tile_full,
+#           tile_empty)
 # SIZES and PACKED are as in ``gradient``.
-# TILE     (BLOCK_D, STAGES, BY_MBARRIER)
-# PLACE    (batch_id, head, start_q, n_start): where a warpgroup's tiles lie
-# STATE    (x, dk, dv, st, parity, bit, dq_row, left): S^T in flight and the accumulators, where in
-#          the ring the next block of rows is, which of two it is for dS, where the latest dQ goes,
-#          how many blocks are left
+# TILE     (BLOCK_D, STAGES, BY_MBARRIER, KEY_STAGES, DYNAMIC)
+# PLACE    (batch_id, head, start_q, n_start, keys): where a warpgroup's tiles lie, and the keys'
+#          halves in shared memory
+# STATE    (x, dk, dv, st, parity, bit, dq_row, left): S^T in flight and the accumulators, where
+#          in the ring the next block of rows is, which of two it is for dS, where the latest dQ
+#          goes, how many blocks are left
 ROWS: gl.constexpr = gl.constexpr(64)
 KEYS: gl.constexpr = gl.constexpr(128)
 
@@ -41,66 +45,122 @@ KEYS: gl.constexpr = gl.constexpr(128)
 
 
 @gluon.jit
-def _produce(GIVEN, TILE: gl.constexpr):
-    """One warp: K and V once, then Q, dO and their statistics, block by block."""
+def _next_tile(tile, SIZES, PACKED, counter, num_tiles, FIRST: gl.constexpr, TILE: gl.constexpr):
+    """The program's next block of keys that there is, or num_tiles."""
+    if not FIRST:
+        tile = step_tile(tile, counter, num_tiles, TILE[4])
+    if PACKED[1] is not None:
+        empty = tile < num_tiles
+        while empty:
+            found = block_of_keys(tile, SIZES, PACKED, ROWS, KEYS)
+            empty = found[2] >= found[6]
+            if empty:
+                tile = step_tile(tile, counter, num_tiles, TILE[4])
+                empty = tile < num_tiles
+    return gl.minimum(tile, num_tiles)
+
+
+@gluon.jit
+def _produce(GIVEN, counter, num_tiles, TILE: gl.constexpr):
+    """One warp: chooses tiles and loads them."""
+    BUFFERS, BARRIERS, SIZES, PACKED = GIVEN[1], GIVEN[2], GIVEN[3], GIVEN[4]
+    it = 0  # blocks of rows so far
+    turn = 0  # tiles so far
+    cleared = 0  # tiles with rows zeroed so far
+    tile = _next_tile(gl.program_id(0), SIZES, PACKED, counter, num_tiles, True, TILE)
+    while tile < num_tiles:
+        announce(tile, BUFFERS[8], BARRIERS[8], BARRIERS[9], turn)
+        found = block_of_keys(tile, SIZES, PACKED, ROWS, KEYS)
+        tile = _next_tile(tile, SIZES, PACKED, counter, num_tiles, False, TILE)
+        it, cleared = _load_tile(GIVEN, found, it, turn, cleared, TILE)
+        turn += 1
+    announce(num_tiles, BUFFERS[8], BARRIERS[8], BARRIERS[9], turn)
+
+
+@gluon.jit
+def _load_tile(GIVEN, FOUND, it, turn, cleared, TILE: gl.constexpr):
+    """Q, dO and their statistics, block by block; K and V after the first one, which need not wait
+    for the tile before to be done."""
+    TENSORS, BUFFERS, BARRIERS, SIZES, PACKED = GIVEN
+    BLOCK_D: gl.constexpr = TILE[0]
+    KEY_STAGES: gl.constexpr = TILE[3]
+    k_full, v_full, clear, keys_empty = BARRIERS[0], BARRIERS[1], BARRIERS[6], BARRIERS[7]
+    batch_id, head_kv, n_start, _start_q, used_q, start_k, _length_k, used_k, m0, _m1, _m2, m3 = (
+        FOUND
+    )
+    entry_k = batch_id
+    if PACKED[1] is not None:
+        entry_k = 0
+    MASK = used_q, used_k, SIZES[9], SIZES[10]
+    MAY_CLEAR: gl.constexpr = (
+        PACKED[0] is not None
+        or PACKED[2] is not None
+        or (PACKED[3] is not None or SIZES[9] is not None or SIZES[10] is not None)
+    )
+    first, stop = keys_of(0, used_q, MASK)
+    if PACKED[1] is None and PACKED[3] is None:  # past a dense tensor's end TMA fills with 0
+        stop = gl.maximum(stop, n_start + KEYS)
+    slot = turn % KEY_STAGES
+    seen = m0 < m3
+    if seen:
+        cleared = _load_rows(GIVEN, FOUND, head_kv * SIZES[2], m0, it, cleared, MAY_CLEAR, TILE)
+    mbarrier.wait(keys_empty.index(slot), turn // KEY_STAGES & 1 ^ 1)
+    if seen:
+        cleared = _load_keys(
+            TENSORS[1], entry_k, start_k, head_kv, n_start, BUFFERS[2], slot, k_full.index(slot),
+            clear, cleared, first, stop, MAY_CLEAR, BLOCK_D,
+        )  # fmt: skip
+        cleared = _load_keys(
+            TENSORS[2], entry_k, start_k, head_kv, n_start, BUFFERS[3], slot, v_full.index(slot),
+            clear, cleared, first, stop, MAY_CLEAR, BLOCK_D,
+        )  # fmt: skip
+        blocks = (m3 - m0) // ROWS
+        for n in range(1, blocks * SIZES[2]):
+            cleared = _load_rows(
+                GIVEN, FOUND, head_kv * SIZES[2] + n // blocks, m0 + n % blocks * ROWS, it + n,
+                cleared, MAY_CLEAR, TILE,
+            )  # fmt: skip
+        it += blocks * SIZES[2]
+    else:  # the gradients are 0, and leave through K and V's memory
+        mbarrier.arrive(k_full.index(slot), count=1)
+        mbarrier.arrive(v_full.index(slot), count=1)
+    return it, cleared
+
+
+@gluon.jit
+def _load_rows(
+    GIVEN, FOUND, head, m_start, it, cleared, MAY_CLEAR: gl.constexpr, TILE: gl.constexpr
+):
+    """One block of rows, the program's number ``it``."""
     TENSORS, BUFFERS, BARRIERS, SIZES, PACKED = GIVEN
     BLOCK_D: gl.constexpr = TILE[0]
     STAGES: gl.constexpr = TILE[1]
-    k_full, v_full, q_full, dout_full, empty = BARRIERS[0:5]
-    clear = BARRIERS[6]
-    (
-        batch_id, head_kv, n_start, start_q, used_q, start_k, length_k, used_k, m0, _m1, _m2, m3,
-    ) = block_of_keys(SIZES, PACKED, ROWS, KEYS)  # fmt: skip
-    if (n_start < length_k) & (m0 < m3):
-        entry_q = batch_id
-        entry_k = batch_id
-        if PACKED[0] is not None:
-            entry_q = 0
-        if PACKED[1] is not None:
-            entry_k = 0
-        blocks = (m3 - m0) // ROWS
-        MASK = used_q, used_k, SIZES[9], SIZES[10]
-        MAY_CLEAR: gl.constexpr = (
-            PACKED[0] is not None
-            or PACKED[2] is not None
-            or (PACKED[3] is not None or SIZES[9] is not None or SIZES[10] is not None)
-        )
-        first_k, stop_k = keys_of(0, used_q, MASK)
-        first_q, stop_q = rows_of(0, used_k, MASK)
-        if PACKED[1] is None and PACKED[3] is None:  # past a dense tensor's end TMA fills with 0
-            stop_k = gl.maximum(stop_k, n_start + KEYS)
-        if PACKED[0] is None and PACKED[2] is None:
-            stop_q = gl.maximum(stop_q, m3)
-        cleared = 0
-        cleared = _load_keys(
-            TENSORS[1], entry_k, start_k, head_kv, n_start, BUFFERS[2], k_full, clear, cleared,
-            first_k, stop_k, MAY_CLEAR, BLOCK_D,
-        )  # fmt: skip
-        cleared = _load_keys(
-            TENSORS[2], entry_k, start_k, head_kv, n_start, BUFFERS[3], v_full, clear, cleared,
-            first_k, stop_k, MAY_CLEAR, BLOCK_D,
-        )  # fmt: skip
-        for it in range(0, blocks * SIZES[2]):
-            head = head_kv * SIZES[2] + it // blocks
-            m_start = m0 + it % blocks * ROWS
-            line, first, _columns = statistics_place(batch_id, head, start_q, SIZES, PACKED)
-            st = it % STAGES
-            mbarrier.wait(empty.index(st), it // STAGES & 1 ^ 1)
-            cleared = load_with_statistic(
-                TENSORS[0], TENSORS[4], entry_q, start_q + m_start, head, line, first + m_start,
-                BUFFERS[0].index(st), BUFFERS[4].index(st), q_full.index(st), clear, cleared,
-                m_start, first_q, stop_q, MAY_CLEAR, ROWS, BLOCK_D,
-            )  # fmt: skip
-            cleared = load_with_statistic(
-                TENSORS[3], TENSORS[5], entry_q, start_q + m_start, head, line, first + m_start,
-                BUFFERS[1].index(st), BUFFERS[5].index(st), dout_full.index(st), clear, cleared,
-                m_start, first_q, stop_q, MAY_CLEAR, ROWS, BLOCK_D,
-            )  # fmt: skip
+    q_full, dout_full, empty, clear = BARRIERS[2], BARRIERS[3], BARRIERS[4], BARRIERS[6]
+    batch_id, start_q, used_q, used_k, m3 = FOUND[0], FOUND[3], FOUND[4], FOUND[7], FOUND[11]
+    entry = batch_id
+    if PACKED[0] is not None:
+        entry = 0
+    first_q, stop_q = rows_of(0, used_k, (used_q, used_k, SIZES[9], SIZES[10]))
+    if PACKED[0] is None and PACKED[2] is None:  # past a dense tensor's end TMA fills with 0
+        stop_q = gl.maximum(stop_q, m3)
+    line, first, _columns = statistics_place(batch_id, head, start_q, SIZES, PACKED)
+    st = it % STAGES
+    mbarrier.wait(empty.index(st), it // STAGES & 1 ^ 1)
+    cleared = load_with_statistic(
+        TENSORS[0], TENSORS[4], entry, start_q + m_start, head, line, first + m_start,
+        BUFFERS[0].index(st), BUFFERS[4].index(st), q_full.index(st), clear, cleared, m_start,
+        first_q, stop_q, MAY_CLEAR, ROWS, BLOCK_D,
+    )  # fmt: skip
+    return load_with_statistic(
+        TENSORS[3], TENSORS[5], entry, start_q + m_start, head, line, first + m_start,
+        BUFFERS[1].index(st), BUFFERS[5].index(st), dout_full.index(st), clear, cleared, m_start,
+        first_q, stop_q, MAY_CLEAR, ROWS, BLOCK_D,
+    )  # fmt: skip
 
 
 @gluon.jit
 def _load_keys(
-    desc, entry, start, head, n_start, halves, full, clear, cleared, first, stop,
+    desc, entry, start, head, n_start, halves, slot, full, clear, cleared, first, stop,
     MAY_CLEAR: gl.constexpr, BLOCK_D: gl.constexpr,
 ):  # fmt: skip
     """K or V of the block. Keys that no row sees may hold anything, and 0 times NaN is NaN."""
@@ -112,13 +172,13 @@ def _load_keys(
         mbarrier.expect(full, KEYS * BLOCK_D * 2)
         for w in gl.static_range(2):
             row = start + n_start + w * 64
-            async_load(desc, [entry, row, head, 0], full, halves.index(w))
+            async_load(desc, [entry, row, head, 0], full, halves.index(slot * 2 + w))
     elif MAY_CLEAR:
         for w in gl.static_range(2):
             row = start + n_start + w * 64
             load_clear(
-                desc, entry, row, head, halves.index(w), clear, cleared + w, n_start + w * 64,
-                first, stop, 64, BLOCK_D,
+                desc, entry, row, head, halves.index(slot * 2 + w), clear, cleared + w,
+                n_start + w * 64, first, stop, 64, BLOCK_D,
             )  # fmt: skip
         mbarrier.arrive(full, count=1)
         cleared += 2
@@ -199,12 +259,12 @@ def _ds(p, dp, dcap, delta, DROPOUT, keep_scale, layout: gl.constexpr):
 
 
 @gluon.jit
-def _dq(ds_s, k_s, bit, zero, CONSUMER: gl.constexpr, BLOCK_D: gl.constexpr):
+def _dq(ds_s, k_s, keys, bit, zero, CONSUMER: gl.constexpr, BLOCK_D: gl.constexpr):
     """dS K over both halves of the keys, in flight: half of dQ's columns for each warpgroup."""
     WIDTH: gl.constexpr = BLOCK_D // 2
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
-    k0 = k_s.index(zero).reshape([64, BLOCK_D]).slice(CONSUMER * WIDTH, WIDTH, dim=1)
-    k1 = k_s.index(1 + zero).reshape([64, BLOCK_D]).slice(CONSUMER * WIDTH, WIDTH, dim=1)
+    k0 = k_s.index(keys + zero).reshape([64, BLOCK_D]).slice(CONSUMER * WIDTH, WIDTH, dim=1)
+    k1 = k_s.index(keys + 1 + zero).reshape([64, BLOCK_D]).slice(CONSUMER * WIDTH, WIDTH, dim=1)
     nothing = gl.full([64, WIDTH], 0.0, gl.float32, layout)
     ds0 = ds_s.index(bit * 2).permute([1, 0])
     dq = warpgroup_mma(ds0, k0, nothing, use_acc=False, is_async=True)
@@ -236,7 +296,7 @@ def _wide_step(
     start = _start_of_dp(delta, DROPOUT, s_layout)
     lse = statistics(BUFFERS[4].index(st), ROWS, s_layout)
     x = warpgroup_mma_wait(0, deps=[x])
-    v = v_s.index(CONSUMER + zero).reshape([64, BLOCK_D])
+    v = v_s.index(PLACE[4] + CONSUMER + zero).reshape([64, BLOCK_D])
     dp = warpgroup_mma(v, do.permute([1, 0]), start, use_acc=DROPOUT[0] is None, is_async=True)
     p, dcap = _weights(x, lse, m_start, PLACE[3], SCORE, MASK, DROPOUT, CUT, s_layout, APPROX_TANH)
     pz = gl.convert_layout(_kept(p, DROPOUT).to(dtype), a_layout, assert_trivial=True)
@@ -251,7 +311,7 @@ def _wide_step(
     else:
         bar_sync(8, 256)
 
-    dq = _dq(ds_s, k_s, bit, zero, CONSUMER, BLOCK_D)
+    dq = _dq(ds_s, k_s, PLACE[4], bit, zero, CONSUMER, BLOCK_D)
     ds_a = gl.convert_layout(ds, a_layout, assert_trivial=True)
     dk = warpgroup_mma(ds_a, q, dk, is_async=True)
     async_add(TENSORS[6], [dq_row, 0], dq_s.index(CONSUMER))
@@ -259,7 +319,7 @@ def _wide_step(
     dv = warpgroup_mma_wait(3, deps=[dv])
     mbarrier.wait(q_full.index(after), after_parity, pred=left > 1)
     # after the last block: a product of what is left there, which nobody reads
-    k = k_s.index(CONSUMER + zero).reshape([64, BLOCK_D])
+    k = k_s.index(PLACE[4] + CONSUMER + zero).reshape([64, BLOCK_D])
     q_after, _do = _rows_of_stage(BUFFERS, after, BLOCK_D)
     nothing = gl.full([64, ROWS], 0.0, gl.float32, s_layout)
     x = warpgroup_mma(k, q_after.permute([1, 0]), nothing, use_acc=False, is_async=True)
@@ -295,7 +355,7 @@ def _narrow_step(
     x = warpgroup_mma_wait(0, deps=[x])
     dp = warpgroup_mma(v_a, do.permute([1, 0]), start, use_acc=DROPOUT[0] is None, is_async=True)
     mbarrier.wait(ds_full, bit)
-    dq = _dq(ds_s, BUFFERS[2], bit ^ 1, opaque_zero(st), CONSUMER, BLOCK_D)
+    dq = _dq(ds_s, BUFFERS[2], PLACE[4], bit ^ 1, opaque_zero(st), CONSUMER, BLOCK_D)
     p, dcap = _weights(x, lse, m_start, PLACE[3], SCORE, MASK, DROPOUT, CUT, s_layout, APPROX_TANH)
     pz = gl.convert_layout(_kept(p, DROPOUT).to(dtype), a_layout, assert_trivial=True)
     dv = warpgroup_mma(pz, do, dv, is_async=True)
@@ -346,9 +406,10 @@ def _visit(
 
 @gluon.jit
 def _consume(
-    GIVEN, OPERANDS, RESULTS, CONSUMER: gl.constexpr, TILE: gl.constexpr, APPROX_TANH: gl.constexpr
-):
-    """A warpgroup: 64 keys of the block."""
+    GIVEN, OPERANDS, RESULTS, num_tiles, CONSUMER: gl.constexpr, TILE: gl.constexpr,
+    APPROX_TANH: gl.constexpr,
+):  # fmt: skip
+    """A warpgroup: 64 keys of each tile."""
     TENSORS, BUFFERS, BARRIERS, SIZES, PACKED = GIVEN
     BLOCK_D: gl.constexpr = TILE[0]
     NARROW: gl.constexpr = BLOCK_D == 64
@@ -362,35 +423,47 @@ def _consume(
     dk_rows, dv_rows, dk_strides, dv_strides = RESULTS
     k_s, v_s, ds_s, dq_s = BUFFERS[2], BUFFERS[3], BUFFERS[6], BUFFERS[7]
     k_full, v_full, q_full, ds_full = BARRIERS[0], BARRIERS[1], BARRIERS[2], BARRIERS[5]
-    (
-        batch_id, head_kv, n_block, start_q, used_q, start_k, length_k, used_k, m0, m1, m2, m3,
-    ) = block_of_keys(SIZES, PACKED, ROWS, KEYS)  # fmt: skip
-    n_start = n_block + CONSUMER * 64
-    MASK = used_q, used_k, SIZES[9], SIZES[10]
-    if n_block < length_k:
+    keys_empty = BARRIERS[7]
+    KEY_STAGES: gl.constexpr = TILE[3]
+    st, parity, bit = 0, 0, 0
+    if NARROW:
+        bit = 1
+    turn = 0
+    tile = told(BUFFERS[8], BARRIERS[8], BARRIERS[9], turn)
+    while tile < num_tiles:
+        (
+            batch_id, head_kv, n_block, start_q, used_q, start_k, length_k, used_k, m0, m1, m2, m3,
+        ) = block_of_keys(tile, SIZES, PACKED, ROWS, KEYS)  # fmt: skip
+        n_start = n_block + CONSUMER * 64
+        MASK = used_q, used_k, SIZES[9], SIZES[10]
+        slot = turn % KEY_STAGES
+        keys = slot * 2
         dk = gl.full([64, BLOCK_D], 0.0, gl.float32, d_layout)
         dv = gl.full([64, BLOCK_D], 0.0, gl.float32, d_layout)
+        mbarrier.wait(k_full.index(slot), turn // KEY_STAGES & 1)
+        mbarrier.wait(v_full.index(slot), turn // KEY_STAGES & 1)
+        if KEY_STAGES == 2:  # what the tile before left in the other slot has gone out by now
+            store_wait(0)
+            mbarrier.arrive(keys_empty.index(slot ^ 1), count=1, pred=turn > 0)
         if m0 < m3:
-            mbarrier.wait(k_full, 0)
-            mbarrier.wait(v_full, 0)
-            mbarrier.wait(q_full.index(0), 0)
+            mbarrier.wait(q_full.index(st), parity)
             nothing = gl.full([64, ROWS], 0.0, gl.float32, s_layout)
-            k = k_s.index(CONSUMER).reshape([64, BLOCK_D])
-            q, _do = _rows_of_stage(BUFFERS, 0, BLOCK_D)
+            k = k_s.index(keys + CONSUMER).reshape([64, BLOCK_D])
+            q, _do = _rows_of_stage(BUFFERS, st, BLOCK_D)
             x = warpgroup_mma(k, q.permute([1, 0]), nothing, use_acc=False, is_async=True)
             # the first step adds zeros in place of dQ of a block before
             k_a, v_a = None, None
             if NARROW:
                 k_a = k.load(a_layout)
-                v_a = v_s.index(CONSUMER).reshape([64, BLOCK_D]).load(a_layout)
-                ds_s.index(2 + CONSUMER).store(gl.full([64, ROWS], 0.0, dtype, plain))
+                v_a = v_s.index(keys + CONSUMER).reshape([64, BLOCK_D]).load(a_layout)
+                ds_s.index(bit * 2 + CONSUMER).store(gl.full([64, ROWS], 0.0, dtype, plain))
                 fence_async_shared()
                 mbarrier.arrive(ds_full, count=1)
+                bit ^= 1
             else:
                 dq_s.index(CONSUMER).store(gl.full([BLOCK_D, 32], 0.0, gl.float32, plain))
             first = head_kv * SIZES[2]
             dq_row = _dq_row((batch_id, first, start_q, n_start), m0, GIVEN, CONSUMER, TILE)
-            st, parity, bit = m0 * 0, m0 * 0, m0 * 0
             left = (m3 - m0) // ROWS * SIZES[2]
             whole = m3
             if SIZES[9] is not None:
@@ -409,7 +482,7 @@ def _consume(
                     None,
                 )
                 DROPOUT = seed, dropout_threshold, head, batch_id
-                PLACE = batch_id, head, start_q, n_start
+                PLACE = batch_id, head, start_q, n_start, keys
                 state = x, dk, dv, st, parity, bit, dq_row, left
                 state = _visit(
                     state, k_a, v_a, m0, m1, GIVEN, PLACE, SCORE, MASK, DROPOUT, keep_scale, True,
@@ -428,7 +501,7 @@ def _consume(
             x, dk = warpgroup_mma_wait(0, deps=[x, dk])
             if NARROW:
                 mbarrier.wait(ds_full, bit)
-                dq = _dq(ds_s, k_s, bit ^ 1, opaque_zero(st), CONSUMER, BLOCK_D)
+                dq = _dq(ds_s, k_s, keys, bit ^ 1, opaque_zero(st), CONSUMER, BLOCK_D)
                 dq = warpgroup_mma_wait(0, deps=[dq])
                 store_wait(0)
                 dq_s.index(CONSUMER).store(in_register_order(dq, BLOCK_D // 2))
@@ -440,15 +513,20 @@ def _consume(
         # dV leaves through this warpgroup's half of V, dK of K, which the other one reads too
         VARLEN: gl.constexpr = PACKED[1] is not None
         store_tile(
-            TENSORS[8], dv_rows, dv_strides, dv.to(dtype), v_s.index(CONSUMER), batch_id, start_k,
-            n_start, length_k, head_kv, VARLEN,
+            TENSORS[8], dv_rows, dv_strides, dv.to(dtype), v_s.index(keys + CONSUMER), batch_id,
+            start_k, n_start, length_k, head_kv, VARLEN,
         )  # fmt: skip
         bar_sync(9, 256)
         store_tile(
-            TENSORS[7], dk_rows, dk_strides, dk.to(dtype), k_s.index(CONSUMER), batch_id, start_k,
-            n_start, length_k, head_kv, VARLEN,
+            TENSORS[7], dk_rows, dk_strides, dk.to(dtype), k_s.index(keys + CONSUMER), batch_id,
+            start_k, n_start, length_k, head_kv, VARLEN,
         )  # fmt: skip
-        store_wait(0)
+        if KEY_STAGES == 1:
+            store_wait(0)
+            mbarrier.arrive(keys_empty.index(slot), count=1)
+        turn += 1
+        tile = told(BUFFERS[8], BARRIERS[8], BARRIERS[9], turn)
+    store_wait(0)
 
 
 @gluon.jit
@@ -468,6 +546,7 @@ def _dq_row(PLACE, m_start, GIVEN, CONSUMER: gl.constexpr, TILE: gl.constexpr):
         "total_q",
         "total_k",
         "num_n_blocks",
+        "num_tiles",
         "section",
         "window_left",
         "window_right",
@@ -484,6 +563,7 @@ def flash_bwd_sm90_kernel(
     dq,
     dk,
     dv,
+    counter,
     dk_rows,
     dv_rows,
     alibi_slopes,
@@ -503,6 +583,7 @@ def flash_bwd_sm90_kernel(
     total_q,
     total_k,
     num_n_blocks,
+    num_tiles,
     section,
     softmax_scale,
     grad_scale,
@@ -514,6 +595,8 @@ def flash_bwd_sm90_kernel(
     BLOCK_D: gl.constexpr,
     STAGES: gl.constexpr,
     BY_MBARRIER: gl.constexpr,
+    KEY_STAGES: gl.constexpr,
+    DYNAMIC: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
     APPROX_TANH: gl.constexpr,
@@ -523,33 +606,41 @@ def flash_bwd_sm90_kernel(
     Computes: dV = (P Z)^T dO, dK = grad_scale dS^T Q and dQ = dS K, with P = exp(s - lse), Z the
         dropout mask over 1 - dropout_p and dS = P (dO V^T Z - delta), each tile recomputed once for
         all three.
-    Grid: flat over blocks of 128 keys, key heads and sequences; a program owns one block, 64 keys
-        for each of two warpgroups, and takes the query heads of its group and their blocks of
-        rows, which a producer warp loads by TMA.
+    Grid: a program for each multiprocessor, which takes tiles: blocks of 128 keys of a key head of
+        a sequence, 64 keys for each of two warpgroups, with the query heads of its group and
+        their blocks of rows, which a producer warp loads by TMA.
     Numerics: float32 accumulators; P and dS in the inputs' dtype. dQ is added to float32 memory,
         zero before, by TMA in the order of arrival: its last bits differ from run to run.
     Source: Shah and others 2024, "FlashAttention-3", Algorithm 3; dQ by TMA reduction as there.
     """
-    TILE: gl.constexpr = (BLOCK_D, STAGES, BY_MBARRIER)
+    TILE: gl.constexpr = (BLOCK_D, STAGES, BY_MBARRIER, KEY_STAGES, DYNAMIC)
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, ROWS], q.dtype)
     q_s = gl.allocate_shared_memory(q.dtype, [STAGES, 1, ROWS, 1, BLOCK_D], q.layout)
     do_s = gl.allocate_shared_memory(q.dtype, [STAGES, 1, ROWS, 1, BLOCK_D], dout.layout)
-    k_s = gl.allocate_shared_memory(q.dtype, [2, 1, 64, 1, BLOCK_D], k.layout)
-    v_s = gl.allocate_shared_memory(q.dtype, [2, 1, 64, 1, BLOCK_D], v.layout)
+    k_s = gl.allocate_shared_memory(q.dtype, [2 * KEY_STAGES, 1, 64, 1, BLOCK_D], k.layout)
+    v_s = gl.allocate_shared_memory(q.dtype, [2 * KEY_STAGES, 1, 64, 1, BLOCK_D], v.layout)
     lse_s = gl.allocate_shared_memory(gl.float32, [STAGES, 1, ROWS], lse.layout)
     delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, 1, ROWS], delta.layout)
     ds_s = gl.allocate_shared_memory(q.dtype, [4, 64, ROWS], ds_layout)
     dq_s = gl.allocate_shared_memory(gl.float32, [2, BLOCK_D, 32], dq.layout)
-    k_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    k_full = gl.allocate_shared_memory(gl.int64, [KEY_STAGES, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [KEY_STAGES, 1], mbarrier.MBarrierLayout())
     q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     dout_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     ds_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     clear = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    keys_empty = gl.allocate_shared_memory(gl.int64, [KEY_STAGES, 1], mbarrier.MBarrierLayout())
+    tile_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    tile_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    told_s = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     mbarrier.init(clear, count=1)
-    mbarrier.init(k_full, count=1)
-    mbarrier.init(v_full, count=1)
+    mbarrier.init(tile_full, count=1)
+    mbarrier.init(tile_empty, count=2)
+    for slot in gl.static_range(KEY_STAGES):
+        mbarrier.init(k_full.index(slot), count=1)
+        mbarrier.init(v_full.index(slot), count=1)
+        mbarrier.init(keys_empty.index(slot), count=2)
     mbarrier.init(ds_full, count=2)
     for st in gl.static_range(STAGES):
         mbarrier.init(q_full.index(st), count=1)
@@ -563,8 +654,10 @@ def flash_bwd_sm90_kernel(
         clear_slack(dv_rows, dv_strides, cu_seqlens_k, batch, total_k, nheads_kv, dv_strides[2])
 
     TENSORS = q, k, v, dout, lse, delta, dq, dk, dv
-    BUFFERS = q_s, do_s, k_s, v_s, lse_s, delta_s, ds_s, dq_s
-    BARRIERS = k_full, v_full, q_full, dout_full, empty, ds_full, clear
+    BUFFERS = q_s, do_s, k_s, v_s, lse_s, delta_s, ds_s, dq_s, told_s
+    BARRIERS = (
+        k_full, v_full, q_full, dout_full, empty, ds_full, clear, keys_empty, tile_full, tile_empty,
+    )  # fmt: skip
     SIZES = (
         batch, nheads, group, seqlen_q, seqlen_k, total_q, total_k, num_n_blocks, section,
         window_left, window_right,
@@ -578,9 +671,9 @@ def flash_bwd_sm90_kernel(
     given = TENSORS, BUFFERS, BARRIERS, SIZES, PACKED
     gl.warp_specialize(
         [
-            (_consume, (given, OPERANDS, RESULTS, 0, TILE, APPROX_TANH)),
-            (_consume, (given, OPERANDS, RESULTS, 1, TILE, APPROX_TANH)),
-            (_produce, (given, TILE)),
+            (_consume, (given, OPERANDS, RESULTS, num_tiles, 0, TILE, APPROX_TANH)),
+            (_consume, (given, OPERANDS, RESULTS, num_tiles, 1, TILE, APPROX_TANH)),
+            (_produce, (given, counter, num_tiles, TILE)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],

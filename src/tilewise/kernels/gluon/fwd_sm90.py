@@ -13,6 +13,7 @@ from ..triton import score, tiles
 from .dropout import drop_tile
 from .ptx import block_boundary, exp2, rescale
 from .rows import clear_slack, load_clear
+from .schedule import announce, step_tile, told
 from .softmax import NEG_INF, first_softmax, hide, softmax
 from .tma import async_load, async_store, store_wait
 from .twins import twin
@@ -165,35 +166,16 @@ def _next(tile, SIZES, PACKED, counter, num_tiles, FIRST: gl.constexpr, TILE: gl
     BLOCK_M: gl.constexpr = TILE[0] * 64
     DYNAMIC: gl.constexpr = TILE[5]
     if not FIRST:
-        tile = _step_tile(tile, counter, num_tiles, DYNAMIC)
+        tile = step_tile(tile, counter, num_tiles, DYNAMIC)
     if PACKED[0] is not None:
         empty = tile < num_tiles
         while empty:
             found = _tile(tile, SIZES, PACKED, BLOCK_M)
             empty = found[2] >= found[4]
             if empty:
-                tile = _step_tile(tile, counter, num_tiles, DYNAMIC)
+                tile = step_tile(tile, counter, num_tiles, DYNAMIC)
                 empty = tile < num_tiles
     return gl.minimum(tile, num_tiles)
-
-
-@gluon.jit
-def _step_tile(tile, counter, num_tiles, DYNAMIC: gl.constexpr):
-    if DYNAMIC:
-        count = gl.atomic_add(counter, 1, sem="relaxed")
-        if count == num_tiles - 1:  # each program asks once in vain: this is the last of all
-            gl.store(counter, 0)  # for the next launch
-        return count + gl.num_programs(0)
-    else:
-        return tile + gl.num_programs(0)
-
-
-@gluon.jit
-def _announce(tile, BUFFERS, BARRIERS, turn):
-    """Tells the consumers which tile is their number ``turn``."""
-    mbarrier.wait(BARRIERS[8], turn & 1 ^ 1)
-    BUFFERS[4].store(gl.full([1], tile, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
-    mbarrier.arrive(BARRIERS[7], count=1)
 
 
 @gluon.jit
@@ -206,7 +188,7 @@ def _produce(GIVEN, counter, num_tiles, TILE: gl.constexpr):
     cleared = 0  # blocks of values with rows zeroed so far
     tile = _next(gl.program_id(0), SIZES, PACKED, counter, num_tiles, True, TILE)
     while tile < num_tiles:
-        _announce(tile, BUFFERS, BARRIERS, turn)
+        announce(tile, BUFFERS[4], BARRIERS[7], BARRIERS[8], turn)
         batch_id, head, m_start, start_q, _length_q, used_q, start_k, used_k = _tile(
             tile, SIZES, PACKED, BLOCK_M
         )
@@ -216,19 +198,10 @@ def _produce(GIVEN, counter, num_tiles, TILE: gl.constexpr):
             used_q, used_k, it, turn, cleared, TILE,
         )  # fmt: skip
         turn += 1
-    _announce(num_tiles, BUFFERS, BARRIERS, turn)
+    announce(num_tiles, BUFFERS[4], BARRIERS[7], BARRIERS[8], turn)
 
 
 # ------------------------------------------------------------------------------- consumers
-
-
-@gluon.jit
-def _next_told(BUFFERS, BARRIERS, turn):
-    """What ``_announce`` said."""
-    mbarrier.wait(BARRIERS[7], turn & 1)
-    tile = gl.max(BUFFERS[4].load(gl.BlockedLayout([1], [32], [4], [0])), 0)
-    mbarrier.arrive(BARRIERS[8], count=1)
-    return tile
 
 
 @gluon.jit
@@ -346,7 +319,7 @@ def _consume(
     q = BUFFERS[0].index(CONSUMER).reshape([64, BLOCK_D])
     it = 0
     turn = 0
-    tile = _next_told(BUFFERS, BARRIERS, turn)
+    tile = told(BUFFERS[4], BARRIERS[7], BARRIERS[8], turn)
     while tile < num_tiles:
         batch_id, head, m_tile, start_q, length_q, used_q, _start_k, used_k = _tile(
             tile, SIZES, PACKED, BLOCK_M
@@ -447,7 +420,7 @@ def _consume(
             mbarrier.arrive(q_empty.index(CONSUMER), count=1)
         it = _hand_back(BARRIERS, it, (n0 - tile_n0) // BLOCK_N, STAGES)
         turn += 1
-        tile = _next_told(BUFFERS, BARRIERS, turn)
+        tile = told(BUFFERS[4], BARRIERS[7], BARRIERS[8], turn)
     store_wait(0)
 
 
