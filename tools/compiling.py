@@ -372,10 +372,7 @@ def pipeline(kernel: Any) -> dict[str, Any]:
         _cuobjdump(kernel.asm["cubin"], "-sass"),
     )
     code = [(int(at, 16), bool(guard), name, rest) for at, guard, name, rest in lines]
-    if any(name.startswith("VOTE.") for _, _, name, _ in code):
-        loops = _loops_of_votes(code)
-    else:
-        loops = _loops_of_products(code)
+    loops = _loops(code)
     spills = {at for at, _, name, _ in code if name.startswith(("LDL", "STL"))}
     return {
         "remarks": remarks,
@@ -393,51 +390,31 @@ def _target(name: str, rest: str) -> int | None:
     return int(found[1], 16) if found else None
 
 
-def _loops_of_votes(code: _Code) -> list[set[int]]:
-    """The addresses of a forward's loops over key blocks: a warp vote tells them from those over
-    tiles, and each is the smallest around its own."""
-    spans = [
-        (target, at)
-        for at, _, name, rest in code
-        if (target := _target(name, rest)) is not None and target < at
-    ]
-    votes = [at for at, _, name, _ in code if name.startswith("VOTE.")]
-    around = [[x for x in spans if x[0] <= vote <= x[1]] for vote in votes]
-    loops = {min(found, key=lambda x: x[1] - x[0]) for found in around if found}
-    return [{at for at, *_ in code if a <= at <= b} for a, b in loops]
+def _loops(code: _Code) -> list[set[int]]:
+    """The addresses of the innermost loops with a WGMMA."""
+    import networkx
 
-
-def _loops_of_products(code: _Code) -> list[set[int]]:
-    """The addresses of loops with a WGMMA: all that leads to it from it."""
-    after: dict[int, list[int]] = {at: [] for at, *_ in code}
-    before: dict[int, list[int]] = {at: [] for at, *_ in code}
+    graph = networkx.DiGraph()
+    graph.add_nodes_from(at for at, *_ in code)
     for (at, guard, name, rest), follower in zip(code, [*code[1:], None], strict=True):
         target = _target(name, rest)
         leaves = name in ("EXIT", "BRX") or name.startswith("RET") or name == "BRA"
         conditional = guard or (name == "BRA" and re.search(r"U?P\d", rest) is not None)
-        steps = [] if target not in after else [target]
+        if target in graph:
+            graph.add_edge(at, target)
         if follower is not None and (conditional or not leaves):
-            steps.append(follower[0])
-        for step in steps:
-            after[at].append(step)
-            before[step].append(at)
+            graph.add_edge(at, follower[0])
+    products = {at for at, _, name, _ in code if name.startswith("HGMMA")}
 
-    def reached(start: int, steps: dict[int, list[int]]) -> set[int]:
-        found, left = set(), list(steps[start])
-        while left:
-            at = left.pop()
-            if at not in found:
-                found.add(at)
-                left += steps[at]
+    def innermost(nodes: set[int]) -> list[set[int]]:
+        found = []
+        for loop in networkx.strongly_connected_components(graph.subgraph(nodes)):
+            if len(loop) > 1 and loop & products:
+                entries = [at for at in loop if set(graph.predecessors(at)) - loop]
+                found += innermost(loop - {min(entries)}) or [loop]
         return found
 
-    loops: list[set[int]] = []
-    for at, _, name, _ in code:
-        if name.startswith("HGMMA") and not any(at in loop for loop in loops):
-            loop = reached(at, after) & reached(at, before)
-            if loop:
-                loops.append(loop)
-    return loops
+    return innermost(set(graph))
 
 
 def _cuobjdump(cubin: bytes, option: str) -> str:

@@ -19,15 +19,13 @@ TWO_PASS = ["bwd_dkdv_sm90", "bwd_dq_sm90"]
 MOST_LOOP_SPILLS = 16
 
 
-def check(
-    answer: list[dict[str, Any]], consumers: int, most_spills: int = MOST_LOOP_SPILLS
-) -> None:
+def check(answer: list[dict[str, Any]], loops: int, most_spills: int = MOST_LOOP_SPILLS) -> None:
     facts = compiles(answer, "sm_90")
     # ptxas says so when it puts WGMMAs one after another (C7510 and its kin)
     assert not facts["remarks"]
     assert facts["wgmma.mma_async"] > 0 and facts["cp.async.bulk.tensor"] > 0
     assert facts["setmaxnreg"] > 0
-    assert facts["loops"] == consumers, "one loop over blocks for each consumer warpgroup"
+    assert facts["loops"] == loops, "over blocks, of all consumer warpgroups"
     assert facts["loop_spills"] <= most_spills
 
 
@@ -53,7 +51,9 @@ def test_a_feature_of_the_forward(
 @pytest.mark.parametrize("mask", ["full", "causal", "window"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_the_one_pass_backward(head_dim: int, mask: str, compiler: Callable[..., Any]) -> None:
-    check(compiler(kernel="bwd_sm90", dtype="bfloat16", head_dim=head_dim, mask=mask), 2, 24)
+    answer = compiler(kernel="bwd_sm90", dtype="bfloat16", head_dim=head_dim, mask=mask)
+    # a loop for blocks that are cut and one for whole ones; with a left side three
+    check(answer, 6 if mask == "window" else 4, 24)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -63,8 +63,7 @@ def test_a_feature_of_the_one_pass_backward(
 ) -> None:
     features = ["varlen", feature] if feature == "seqused" else [feature]
     answer = compiler(kernel="bwd_sm90", head_dim=head_dim, mask="causal", features=features)
-    wide = head_dim == 128 and feature in ("dropout", "softcap")
-    check(answer, 2, 128 if wide else 24)
+    check(answer, 4, 32)
 
 
 @pytest.mark.parametrize("kernel", TWO_PASS)
@@ -93,6 +92,6 @@ def test_a_feature_of_the_two_pass_backward(
 @pytest.mark.parametrize("version", VERSIONS)
 def test_other_versions_of_triton(version: str, compiler: Callable[..., Any]) -> None:
     check(compiler(version, kernel="fwd_sm90", mask="causal"), 2)
-    check(compiler(version, kernel="bwd_sm90", mask="causal"), 2, 48)
+    check(compiler(version, kernel="bwd_sm90", mask="causal"), 4, 32)
     for kernel in TWO_PASS:
         check(compiler(version, kernel=kernel, head_dim=256, mask="causal"), 2)

@@ -17,7 +17,6 @@ from ..triton.bwd import NAMES, preprocess, room_like, statistics, statistics_sh
 from ..triton.launch import Call, Launch, Of, Plan
 from ..triton.operands import operand_gradients
 from . import counters
-from .config import uneven
 from .fwd import unfit_for_tma
 
 BLOCK_M: int = ROWS.value
@@ -33,6 +32,12 @@ def takes(p: AttentionProblem) -> bool:
         and not p.deterministic
         and p.batch * p.nheads * p.seqlen_q * p.seqlen_k > 0
     )
+
+
+def stays(block_d: int) -> bool:
+    """Whether programs stay and take tile after tile. Wider heads fill shared memory, so that a
+    tile's keys cannot come before the one before is done: a program for each tile is as fast."""
+    return block_d == 64
 
 
 BACKWARD = (*NAMES, "dq_sum", "counter")
@@ -52,7 +57,6 @@ def backward(
     shape = (heads * rows * block_d // 32, 32)
     new_sum = launch.room(shape, torch.float32, device)
     fits = launch.suits_tma(dout)
-    dynamic = uneven(p)
 
     def make(call: Call) -> list[Launch]:
         return [
@@ -72,7 +76,7 @@ def backward(
         dq, dk, dv = new_dq(), new_dk(), new_dv()
         call = (
             *t, out, lse, dout, dlse, new_lse(), new_delta(), dq, dk, dv, new_sum(),
-            counters.counter_of(device) if dynamic else None,
+            counters.counter_of(device) if stays(block_d) else None,
         )  # fmt: skip
         plan(call)
         if p.softmax_scale < 0:
@@ -123,14 +127,14 @@ def _one_pass(p: AttentionProblem, call: Call, block_d: int) -> Launch:
         "BLOCK_D": block_d,
         "STAGES": 3 if block_d == 64 else 2,
         "BY_MBARRIER": p.mask.window_right is not None,
-        "KEY_STAGES": 2 if block_d == 64 else 1,
-        "DYNAMIC": call["counter"] is not None,
+        "KEY_STAGES": 2 if stays(block_d) else 1,
+        "DYNAMIC": stays(block_d),
         "CONSUMER_REGISTERS": 240,
         "PRODUCER_REGISTERS": 24,
         "APPROX_TANH": launch.approx_tanh(t.q),
     }
     options = compat.launch_options(num_warps=4, num_stages=1, maxnreg=168)
-    grid = counters.programs(num_tiles, t.q.device)
+    grid = counters.programs(num_tiles, t.q.device) if stays(block_d) else num_tiles
     return Launch(flash_bwd_sm90_kernel, grid, arguments, options)
 
 

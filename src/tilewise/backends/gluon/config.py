@@ -44,10 +44,5 @@ def find(p: AttentionProblem) -> HopperConfig:
         config = replace(config, BLOCK_N=64, num_stages=4)
     if min(p.head_dim, p.head_dim_v) > 128:
         config = replace(config, shared_out=True)
-    return replace(config, dynamic=uneven(p))
-
-
-def uneven(p: AttentionProblem) -> bool:
-    """Whether tiles differ in length, so that programs take them from a counter."""
-    masked = p.mask.window_left is not None or p.mask.window_right is not None
-    return masked or p.layout == VARLEN
+    uneven = p.mask.window_left is not None or p.mask.window_right is not None
+    return replace(config, dynamic=uneven or p.layout == VARLEN)
