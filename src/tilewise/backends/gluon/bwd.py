@@ -105,6 +105,7 @@ def _one_pass(p: AttentionProblem, call: Call, block_d: int) -> Launch:
 
     num_n_blocks = -(-p.seqlen_k // BLOCK_N)
     num_tiles = num_n_blocks * p.nheads_kv * p.batch
+    group_bytes = p.group * p.seqlen_q * block_d * (2 + 2 + 4)  # of Q, dO and dq_sum
     dk, dv = call["dk"], call["dv"]
     assert dk is not None and dv is not None
     arguments: dict[str, Any] = {
@@ -122,7 +123,7 @@ def _one_pass(p: AttentionProblem, call: Call, block_d: int) -> Launch:
         "counter": None if call["counter"] is None else Of("counter"),
         "num_n_blocks": num_n_blocks,
         "num_tiles": num_tiles,
-        "section": launch.section(p, p.nheads_kv),
+        "section": launch.section(p, p.nheads_kv, group_bytes),
         "grad_scale": abs(p.softmax_scale),
         "BLOCK_D": block_d,
         "STAGES": 3 if block_d == 64 else 2,

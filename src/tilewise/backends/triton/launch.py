@@ -18,7 +18,7 @@ from ...kernels import compat, direct
 from .. import base
 from ..base import AttentionTensors, lse_dtype
 
-# Keys and values that programs running at the same time may share in the L2 cache, in bytes.
+# What programs running at the same time may share in the L2 cache, in bytes.
 SECTION_BYTES = 32 << 20
 # Beyond this a window side hides nothing, and 32-bit arithmetic on positions would wrap.
 FAR = 2**30
@@ -225,12 +225,14 @@ def descriptor(x: Tensor, rows: int, block_d: int, make: Any = compat.tensor_des
     return make(x, list(shape), [*steps, 1], [1, rows, 1, block_d])
 
 
-def section(problem: AttentionProblem, heads: int) -> int:
-    """Of the grid's ``heads``, counted over the batch, those that are worked on together."""
+def section(problem: AttentionProblem, heads: int, bytes_of_head: int | None = None) -> int:
+    """Of the grid's ``heads``, counted over the batch, those that are worked on together: their
+    keys and values, or ``bytes_of_head`` of each key head, stay in the L2 cache."""
     if problem.mask.window_right is None:
         return 1  # equal tiles: one head at a time shares most
-    element = 4 if problem.dtype == "float32" else 2
-    bytes_of_head = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * element
+    if bytes_of_head is None:
+        element = 4 if problem.dtype == "float32" else 2
+        bytes_of_head = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * element
     together = SECTION_BYTES // max(1, bytes_of_head) * (heads // problem.nheads_kv)
     return max(1, min(together, problem.batch * heads))
 
