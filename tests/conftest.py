@@ -30,6 +30,12 @@ else:
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
 
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("no GPU: torch.cuda.is_available() is False")
+
+
 CPU_ENGINES = (("cpu", "fa2"), ("cpu", "fa1"))
 ENGINES = (*CPU_ENGINES, ("reference", "standard"))
 TRITON_ENGINES = (("triton", "fa2"), ("triton", "fa1"))

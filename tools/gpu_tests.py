@@ -1,4 +1,4 @@
-"""Runs tests/device on this machine's GPU in parallel processes, and sums them up.
+"""Runs the tests for a GPU on this machine's in parallel processes, and sums them up.
 
     python tools/gpu_tests.py --out out/gpu --shards 14
 
@@ -25,6 +25,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parents[1]
+PATHS = ["tests/device", "tests/examples", "tests/cli/test_on_gpu.py"]
 Outcome = dict[str, Any]
 
 
@@ -145,7 +146,7 @@ def junit(outcomes: list[Outcome], path: Path) -> None:
     counts = Counter(o["outcome"] for o in outcomes)
     suite = ElementTree.Element(
         "testsuite",
-        name="tests/device",
+        name="gpu",
         tests=str(len(outcomes)),
         failures=str(counts["failed"]),
         skipped=str(counts["skipped"]),
@@ -198,7 +199,7 @@ def main() -> int:
     parser.add_argument("-k", default=None, help="as pytest's -k")
     parser.add_argument("--skip-alone", action="store_true", help="leave out tests marked alone")
     parser.add_argument("--markers", default="gpu", help="as pytest's -m")
-    parser.add_argument("paths", nargs="*", default=["tests/device"])
+    parser.add_argument("paths", nargs="*", default=PATHS)
     given = parser.parse_args()
     if given.cache is not None:
         os.environ["TRITON_CACHE_DIR"] = str(given.cache.resolve())

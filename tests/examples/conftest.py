@@ -11,19 +11,10 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-import torch
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 Example = Callable[..., "subprocess.CompletedProcess[str]"]
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    without = pytest.mark.skip(reason="no GPU: torch.cuda.is_available() is False")
-    for item in items:
-        here = Path(__file__).parent in item.path.parents
-        if here and item.get_closest_marker("gpu") and not torch.cuda.is_available():
-            item.add_marker(without)
 
 
 @pytest.fixture(scope="session")
