@@ -31,7 +31,9 @@ def program(*words):
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     folder = tmp_path_factory.mktemp("site")
-    program("-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder))
+    # with --quiet mkdocs would count no warnings
+    done = program("-m", "mkdocs", "build", "--strict", "--site-dir", str(folder))
+    assert "Documentation built" in done.stderr and "WARNING" not in done.stderr
     return folder
 
 

@@ -2,7 +2,8 @@
 
 - ``<!-- generated: NAME -->`` in a page is followed by what ``PARTS[NAME]`` returns, in place of
   the line for those who read the page as it is.
-- README.md is the home page and CHANGELOG.md a page; their links are brought to the site's.
+- README.md is the home page, its links brought to the site's; CHANGELOG.md and the examples' README
+  are pages.
 - A link to a file of the code, ``[fwd](../src/tilewise/x.py#fwd)``, leads to that file's page, at
   the line where ``fwd`` is defined; a file or name that is not there is a warning.
 - Formulas become MathML, so that a reader needs neither a script nor a network.
@@ -27,7 +28,9 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).resolve().parents[2]
 log = logging.getLogger("mkdocs.hooks.tilewise")
 
-HOME = {"docs/": "", "benchmarks/results": "benchmarks.md", "CHANGELOG.md": "changelog.md"}
+# Files outside docs/ that are pages, and where README's links lead.
+PAGES = {"CHANGELOG.md": "changelog.md", "examples/README.md": "examples.md"}
+HOME = {"docs/": "", "benchmarks/results": "benchmarks.md", **PAGES}
 _MARK = re.compile(r"(<!-- generated: ([\w-]+) -->)(?:\n\*.*\*)?")
 _CODE = re.compile(r"\]\((?:\.\./)*((?:src|tests|tools)/[\w./]+\.(?:py|toml))(?:#([\w.]+))?\)")
 _MATH = re.compile(r'<(span|div) class="arithmatex">\s*\\[(\[](.*?)\\[)\]]\s*</\1>', re.S)
@@ -44,7 +47,7 @@ def _home(text: str) -> str:
 def on_files(files: Files, config: Any) -> Files:
     texts = {
         "index.md": _home((ROOT / "README.md").read_text()),
-        "changelog.md": (ROOT / "CHANGELOG.md").read_text(),
+        **{uri: (ROOT / path).read_text() for path, uri in PAGES.items()},
     }
     pages = [f for f in files if f.src_uri.endswith(".md")]
     named = {m[1] for f in pages for m in _CODE.finditer(f.content_string)}

@@ -28,7 +28,7 @@ def flash_bwd_convert_kernel(
     Computes: dQ = grad_scale dq_sum, 0 in rows that are not used.
     Grid: flat over blocks of BLOCK_M rows, heads and sequences.
     Numerics: one rounding.
-    Source: ours; the order is that of ``gluon.bwd_sm90.in_register_order``.
+    Source: ours; the order is that of ``gluon.bwd_steps_sm90.in_register_order``.
     """
     m_block = tl.program_id(0) % num_m_blocks
     head = tl.program_id(0) // num_m_blocks % nheads
