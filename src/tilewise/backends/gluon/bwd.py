@@ -9,7 +9,8 @@ from torch import Tensor
 
 from ...core.problem import VARLEN, AttentionProblem
 from ...kernels import compat
-from ...kernels.gluon.bwd_sm90 import KEYS, ROWS, flash_bwd_sm90_kernel
+from ...kernels.gluon.bwd_sm90 import KEYS, flash_bwd_sm90_kernel
+from ...kernels.gluon.bwd_steps_sm90 import ROWS
 from ...kernels.triton.bwd_convert import flash_bwd_convert_kernel
 from ..base import AttentionTensors, Backward, Gradients, Wanted
 from ..triton import launch
