@@ -207,14 +207,22 @@ def _async_load(desc: Descriptor, at: Any, barrier: Any, into: Shared) -> None:
     _one(barrier).update(0, -block.numel() * block.element_size())
 
 
-def _async_add(desc: Descriptor, at: Any, source: Shared) -> None:
-    part, where = desc.part(at)
-    part += source.x.view(desc.block)[where]
+_stores = threading.local()  # of each thread: what its TMA stores have yet to do, in order
 
 
-def _async_store(desc: Descriptor, at: Any, source: Shared) -> None:
-    part, where = desc.part(at)
-    part.copy_(source.x.view(desc.block)[where])
+def _late(do: Any) -> Any:
+    """A TMA store reads shared memory as late as it may: when ``store_wait`` waits for it."""
+
+    def issue(desc: Descriptor, at: Any, source: Shared) -> None:
+        part, where = desc.part(at)
+        _stores.left.append(lambda: do(part, source.x.view(desc.block)[where]))
+
+    return issue
+
+
+def _store_wait(pendings: int) -> None:
+    while len(_stores.left) > pendings:
+        _stores.left.pop(0)()
 
 
 class _Pending:
@@ -321,8 +329,10 @@ def _language(program: int, programs: int, lock: Any) -> SimpleNamespace:
         errors: list[BaseException] = []
 
         def run(function: Any, arguments: Any) -> None:
+            _stores.left = []
             try:
                 function(*arguments)
+                assert not _stores.left, "TMA stores that nobody waited for"
             except BaseException as error:
                 errors.append(error)
 
@@ -383,7 +393,9 @@ def _language(program: int, programs: int, lock: Any) -> SimpleNamespace:
 
 
 def _exp2(x: Any) -> Tile:
-    return tile(torch.exp2(x))
+    """As ``ex2.approx.ftz``: no subnormal results."""
+    y = torch.exp2(x)
+    return tile(torch.where(y < 2.0**-126, 0.0, y))
 
 
 def _rescale(o: Any, alpha: Any, WIDTH: int) -> Tile:
@@ -420,9 +432,9 @@ _ASM = {
 _HOPPER = {
     "mbarrier": _mbarrier,
     "async_load": _async_load,
-    "async_store": _async_store,
-    "async_add": _async_add,
-    "store_wait": lambda pendings: None,
+    "async_store": _late(torch.Tensor.copy_),
+    "async_add": _late(torch.Tensor.add_),
+    "store_wait": _store_wait,
     "fence_async_shared": lambda: None,
     "warpgroup_mma": _warpgroup_mma,
     "warpgroup_mma_wait": _warpgroup_mma_wait,

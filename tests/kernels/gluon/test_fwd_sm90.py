@@ -121,6 +121,26 @@ def test_the_reference_moves_when_it_must(grows, dtype, d, assert_forward_agrees
     assert_forward_agrees(inputs | {"causal": True})
 
 
+@pytest.mark.parametrize(
+    "steps", [[80, 196, 207], [80, 194, 204], [100, 90], [-90, 20, 200]], ids=str
+)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("small", [False, True], ids=["", "small values"])
+def test_scores_that_jump(small, dtype, steps, assert_forward_agrees):
+    """Base 2, block by block as they are visited, the second one long, one key in the last."""
+    size = 1.0 if not small else 2.0**-12 if dtype == torch.float16 else 2.0**-70
+    levels = [steps[0], *[steps[1]] * 15, *steps[2:]]
+    inputs = qkv(64, 64 * len(levels), d=64, dtype=dtype)
+    inputs["q"] = torch.zeros_like(inputs["q"]).index_fill_(-1, torch.tensor([0]), 1.0)
+    scores = torch.tensor(levels[::-1], dtype=torch.float32).repeat_interleave(64)
+    scores[1 : 64 * (len(steps) - 2)] = 0.0
+    inputs["k"] = torch.zeros_like(inputs["k"])
+    inputs["k"][..., 0] = scores[:, None].to(dtype)
+    inputs["v"] = (inputs["v"] + 2.0 * (torch.arange(len(scores)) // 64)[:, None, None]) * size
+    inputs["v"] = inputs["v"].to(dtype)
+    assert_forward_agrees(inputs | {"softmax_scale": 0.6931471805599453})
+
+
 @pytest.mark.parametrize("sink", [-INF, -1e4, 0.0, 30.0, 1e4])
 def test_sinks_far_from_the_scores(sink, assert_forward_agrees):
     inputs = qkv(70, 65) | {"sink": torch.tensor([sink, 0.5]), "causal": True}
