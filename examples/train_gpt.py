@@ -11,7 +11,9 @@ import math
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -93,17 +95,6 @@ class GPT(nn.Module):
         return self.head(self.norm(x))
 
 
-def read_text(path: Path | None, seq_len: int) -> Tensor:
-    """The file's bytes, uint8; without a file the source of Python's standard library."""
-    if path is None:
-        text = b"".join(p.read_bytes() for p in sorted(Path(os.__file__).parent.glob("*.py")))
-    else:
-        text = path.read_bytes()
-    if len(text) <= seq_len:
-        sys.exit(f"the text has {len(text)} bytes: name a longer --text or a shorter --seq-len")
-    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
-
-
 def batch_of(text: Tensor, batch: int, seq_len: int) -> tuple[Tensor, Tensor]:
     """(batch, seq_len) bytes at random places and the byte after each, int64."""
     starts = torch.randint(len(text) - seq_len, (batch, 1)).to(text.device)
@@ -128,14 +119,10 @@ def save(
     part.replace(path)
 
 
-def load(path: Path, model: GPT, optimizer: torch.optim.Optimizer, device: str) -> list[float]:
-    """Reads what ``save`` wrote and returns the losses of the steps that were taken."""
-    state = torch.load(path, map_location="cpu", weights_only=True)
-    for name, size in state["sizes"].items():
-        if size != getattr(model.options, name):
-            sys.exit(
-                f"{path} was trained with another size: give --{name.replace('_', '-')} {size}"
-            )
+def load(
+    state: dict[str, Any], model: GPT, optimizer: torch.optim.Optimizer, device: str
+) -> list[float]:
+    """Takes over what ``save`` wrote and returns the losses of the steps that were taken."""
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
     torch.set_rng_state(state["rng"])
@@ -165,53 +152,129 @@ def sample(model: GPT, prompt: bytes, length: int, device: str) -> str:
     return bytes(tokens[0].tolist()).decode(errors="replace")
 
 
+def at_least(lowest: int) -> Callable[[str], int]:
+    """The type of an option: a whole number that is not less."""
+
+    def integer(word: str) -> int:
+        if (value := int(word)) < lowest:
+            raise argparse.ArgumentTypeError(f"{value} is less than {lowest}")
+        return value
+
+    return integer
+
+
+def probability(word: str) -> float:
+    """The type of an option: a number from 0 to less than 1."""
+    if not 0 <= (value := float(word)) < 1:
+        raise argparse.ArgumentTypeError(f"{word} is not in [0, 1)")
+    return value
+
+
+def rate(word: str) -> float:
+    """The type of an option: a number that is more than 0."""
+    if not 0 < (value := float(word)) < math.inf:
+        raise argparse.ArgumentTypeError(f"{word} is not positive and finite")
+    return value
+
+
+def text_of(name: str) -> bytes:
+    """The type of --text: what is in a file, in standard input for "-"."""
+    try:
+        return sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{name}: {error.strerror}") from None
+
+
+def state_of(name: str) -> dict[str, Any]:
+    """The type of --resume: what ``save`` wrote."""
+    try:
+        state = torch.load(name, map_location="cpu", weights_only=True)
+        known = state.keys() == {"sizes", "model", "optimizer", "losses", "rng", "cuda_rng"}
+        if known and state["sizes"].keys() == set(SIZES):
+            return state
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{name}: {error.strerror}") from None
+    except Exception:  # torch.load and pickle have many for what they cannot read
+        pass
+    raise argparse.ArgumentTypeError(f"{name}: not a file that --save wrote")
+
+
+def new_file(name: str) -> Path:
+    """The type of --save: a file in a folder that is there; it need not be."""
+    path = Path(name)
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {path.parent}")
+    if path.exists() and not path.is_file():
+        raise argparse.ArgumentTypeError(f"{path} is a folder or a device, not a file")
+    if not os.access(path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"no file can be written to {path.parent}")
+    return path
+
+
 def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
     """What the command line says."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--text", type=Path, help="a file to learn; default: the source of Python's library")
-    add("--seq-len", type=int, default=256)
-    add("--layers", type=int, default=4)
-    add("--d-model", type=int, default=256)
-    add("--n-heads", type=int, default=4)
-    add("--batch", type=int, default=8)
-    add("--steps", type=int, default=200, help="in all, those of --resume included")
-    add("--learning-rate", type=float, default=1e-3)
-    add("--dropout", type=float, default=0.0)
-    add("--window", type=int, default=-1, help="earlier bytes that a byte sees; -1: all")
+    help_text = "a file to learn, - for standard input; default: the source of Python's library"
+    add("--text", type=text_of, help=help_text)
+    add("--seq-len", type=at_least(1), default=256)
+    add("--layers", type=at_least(1), default=4)
+    add("--d-model", type=at_least(1), default=256)
+    add("--n-heads", type=at_least(1), default=4)
+    add("--batch", type=at_least(1), default=8)
+    add("--steps", type=at_least(1), default=200, help="in all, those of --resume included")
+    add("--learning-rate", type=rate, default=1e-3)
+    add("--dropout", type=probability, default=0.0)
+    add("--window", type=at_least(-1), default=-1, help="earlier bytes that a byte sees; -1: all")
     add("--attention", choices=["tilewise", "sdpa", "standard"], default="tilewise")
     add("--compile", action="store_true", help="torch.compile the model")
     add("--checkpoint", action="store_true", help="hold the inputs of blocks, not what is inside")
-    add("--save", type=Path, help="write model, optimizer and generators here at the end")
-    add("--resume", type=Path, help="continue from what --save wrote")
+    add("--save", type=new_file, help="write model, optimizer and generators here at the end")
+    add("--resume", type=state_of, help="continue from what --save wrote")
     add("--device", choices=["cuda", "cpu"], default=device)
     add("--dtype", choices=["float32", "bfloat16"], help="default: bfloat16 on a GPU")
     add("--seed", type=int, default=0)
-    add("--log-every", type=int, default=10, help="steps")
+    add("--log-every", type=at_least(1), default=10, help="steps")
     add("--prompt", default="\n", help="what the sample at the end begins with")
-    add("--sample", type=int, default=200, help="bytes to write at the end")
+    add("--sample", type=at_least(0), default=200, help="bytes to write at the end")
     options = parser.parse_args(arguments)
     if options.d_model % options.n_heads:
         parser.error("--d-model must be a multiple of --n-heads")
     if not options.prompt:
         parser.error("--prompt: give at least one character to begin with")
-    if options.save and not options.save.parent.is_dir():
-        parser.error(f"--save: there is no folder {options.save.parent}")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch.cuda.is_available() is False")
+    if state := options.resume:
+        for name, size in state["sizes"].items():
+            if size != getattr(options, name):
+                wanted = f"--{name.replace('_', '-')} {size}"
+                parser.error(f"--resume: trained with another size: give {wanted}")
+        if (taken := len(state["losses"])) > options.steps:
+            parser.error(f"--steps {options.steps}: --resume has taken {taken}, which count too")
+    if options.text is None:
+        library = sorted(Path(os.__file__).parent.glob("*.py"))
+        options.text = b"".join(path.read_bytes() for path in library)
+    if len(options.text) <= options.seq_len:
+        parser.error(
+            f"--text has {len(options.text)} bytes: name a longer one or a shorter --seq-len"
+        )
     if options.dtype is None:
         options.dtype = "bfloat16" if options.device == "cuda" else "float32"
     return options
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     """Trains, saves, samples."""
-    options = options_of()
+    sys.stdout.reconfigure(errors="replace")  # it may be ASCII, the sample need not
+    options = options_of(arguments)
     device, dtype = options.device, getattr(torch, options.dtype)
     torch.manual_seed(options.seed)
-    text = read_text(options.text, options.seq_len).to(device)
+    text = torch.frombuffer(bytearray(options.text), dtype=torch.uint8).to(device)
     model = GPT(options).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), fused=device == "cuda")
     losses = load(options.resume, model, optimizer, device) if options.resume else []
+    options.text = options.resume = None  # frees them
     step_model = torch.compile(model) if options.compile else model
     mixed = torch.autocast(device, dtype, enabled=dtype != torch.float32)
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(text):,} bytes")
@@ -240,8 +303,9 @@ def main() -> None:
     if options.save:
         save(options.save, model, optimizer, losses, device)
         print(f"saved {options.save}")
+    prompt = options.prompt.encode(errors="surrogateescape")  # the bytes that were typed
     with mixed:
-        print(sample(model, options.prompt.encode(), options.sample, device))
+        print(sample(model, prompt, options.sample, device))
 
 
 if __name__ == "__main__":

@@ -33,6 +33,22 @@ def load() -> Callable[[str], ModuleType]:
     return load
 
 
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """``refused(main, *arguments)``: the line that says why; the status is 2."""
+
+    def refused(main: Callable[[list[str]], object], *arguments: object) -> str:
+        with pytest.raises(SystemExit) as stopped:
+            main([*map(str, arguments)])
+        printed = capsys.readouterr()
+        assert stopped.value.code == 2 and not printed.out
+        said = printed.err.partition(": error: ")[2]
+        assert said.count("\n") == 1
+        return said
+
+    return refused
+
+
 @pytest.fixture(scope="session")
 def example() -> Example:
     """``example(name, *arguments, status=0, text="")``: the finished process, its status held."""

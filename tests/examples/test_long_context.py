@@ -92,6 +92,26 @@ def test_the_status_of_a_wrong_result_is_1(module, monkeypatch, capsys):
     assert "WRONG" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["--seq-len", "--d-head", "--n-heads", "--n-heads-kv"])
+@pytest.mark.parametrize("number", ["0", "-1", "many"])
+def test_refuses_what_is_not_positive(module, refused, name, number):
+    assert refused(module.main, name, number).startswith(f"argument {name}: ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--n-heads", "4", "--n-heads-kv", "3"], "--n-heads, 4, must be a multiple"),
+        (["--n-heads-kv", "999"], "must be a multiple of --n-heads-kv, 999"),
+        (["--window", "-2"], "argument --window: -2 is less than -1"),
+        (["--device", "cuda"], "--device cuda: torch.cuda.is_available() is False"),
+    ],
+)
+def test_says_what_is_wrong(module, refused, monkeypatch, arguments, message):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert message in refused(module.main, *arguments)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize(

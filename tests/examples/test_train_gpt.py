@@ -1,5 +1,6 @@
 """examples/train_gpt.py as a user runs it."""
 
+import io
 import re
 
 import pytest
@@ -8,6 +9,11 @@ import torch
 SIZES = {"seq-len": 48, "layers": 2, "d-model": 32, "n-heads": 2, "batch": 4}
 SMALL = [f"--{name}={n}" for name, n in {**SIZES, "log-every": 1, "sample": 16}.items()]
 DEVICE = ["--device", "cpu"]
+
+
+@pytest.fixture(scope="module")
+def module(load):
+    return load("train_gpt.py")
 
 
 @pytest.fixture(scope="module")
@@ -61,9 +67,6 @@ def test_resuming_changes_no_bit(example, text, trained, tmp_path):
     output = train(example, text, steps=40, more=[*dropout, "--resume", half, "--save", whole])
     assert len(losses(output)) == 20
     assert equal(torch.load(whole, weights_only=True), trained[1])
-    other = ["--resume", half, "--n-heads", "4"]
-    said = example("train_gpt.py", "--text", text, *SMALL, *DEVICE, *other, status=1).stderr
-    assert "give --n-heads 2" in said
 
 
 def test_activation_checkpointing_changes_no_bit(example, text, trained):
@@ -81,24 +84,82 @@ def test_every_attention_takes_the_same_steps(example, text, window):
         assert runs["tilewise"] == pytest.approx(runs[name], abs=1e-5)
 
 
+POSITIVE = ["n-heads", "seq-len", "batch", "steps", "layers", "d-model", "log-every"]
+
+
+@pytest.mark.parametrize("name", POSITIVE)
+@pytest.mark.parametrize("number", ["0", "-1", "1.5"])
+def test_refuses_what_is_not_positive(module, refused, name, number):
+    assert refused(module.main, f"--{name}", number).startswith(f"argument --{name}: ")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--n-heads", "3"], "multiple of --n-heads"),
-        (["--save", "no/such/folder.pt"], "no folder no/such"),
-        (["--seq-len", "1000000"], "shorter --seq-len"),
+        (["--n-heads", "3"], "--d-model must be a multiple of --n-heads"),
+        (["--window", "-2"], "argument --window: -2 is less than -1"),
+        (["--sample", "-1"], "argument --sample: -1 is less than 0"),
+        (["--prompt", ""], "--prompt: give at least one character"),
+        *((["--dropout", p], f"--dropout: {p} is not in [0, 1)") for p in ("-0.1", "1", "nan")),
+        *(
+            (["--learning-rate", x], f"--learning-rate: {x} is not positive and finite")
+            for x in ("0", "-0.1", "nan", "inf")
+        ),
+        (["--learning-rate", "fast"], "argument --learning-rate: invalid rate value: 'fast'"),
+        (["--device", "cuda"], "--device cuda: torch.cuda.is_available() is False"),
+        (["--text", "missing"], "argument --text: missing: No such file"),
+        (["--text", "folder"], "argument --text: folder: Is a directory"),
+        (["--text", "empty"], "--text has 0 bytes"),
+        (["--seq-len", "1000000"], "a shorter --seq-len"),
+        (["--save", "no/such/folder.pt"], "argument --save: there is no folder no/such"),
+        (["--save", "folder"], "argument --save: folder is a folder"),
+        (["--save", ""], "argument --save: . is a folder"),
+        (["--resume", "missing"], "argument --resume: missing: No such file"),
+        (["--resume", "folder"], "argument --resume: folder: Is a directory"),
+        *(
+            (["--resume", name], f"argument --resume: {name}: not a file that --save wrote")
+            for name in ("empty", "text", "half.pt", "other.pt", "tensor.pt")
+        ),
     ],
 )
-def test_says_what_to_do(load, text, arguments, message, capsys):
-    module = load("train_gpt.py")
+def test_says_what_is_wrong(module, text, refused, tmp_path, monkeypatch, arguments, message):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "empty").touch()
+    (tmp_path / "text").write_text("no checkpoint")
+    torch.save({"model": {}}, tmp_path / "other.pt")
+    torch.save(torch.zeros(3), tmp_path / "tensor.pt")
+    whole = (tmp_path / "other.pt").read_bytes()
+    (tmp_path / "half.pt").write_bytes(whole[: len(whole) // 2])
+    assert message in refused(module.main, "--text", text, *SMALL, *DEVICE, *arguments)
 
-    def start():
-        options = module.options_of([*SMALL, *DEVICE, *arguments])
-        module.read_text(text, options.seq_len)
 
-    with pytest.raises(SystemExit) as stopped:
-        start()
-    assert message in capsys.readouterr().err + str(stopped.value)
+def test_says_why_it_cannot_resume(module, text, refused, capsys, tmp_path):
+    path = tmp_path / "gpt.pt"
+    arguments = ["--text", str(text), *SMALL, *DEVICE]
+    module.main([*arguments, "--steps", "2", "--save", str(path)])
+    capsys.readouterr()
+    arguments += ["--resume", str(path)]
+    assert "--steps 1: --resume has taken 2" in refused(module.main, *arguments, "--steps", 1)
+    assert "give --n-heads 2" in refused(module.main, *arguments, "--n-heads", 4)
+    module.main([*arguments, "--steps", "2"])  # only samples
+    assert not losses(capsys.readouterr().out)
+
+
+def test_one_byte_at_a_time(module, text, capsys):
+    module.main(["--text", str(text), *SMALL, *DEVICE, "--seq-len", "1", "--steps", "2"])
+    assert len(losses(capsys.readouterr().out)) == 2
+
+
+def test_reads_standard_input_and_writes_ascii(module, monkeypatch):
+    written = io.BytesIO()
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"abc \xff" * 100)))
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, "ascii", write_through=True))
+    # the sample's bytes that begin no character are decoded as U+FFFD; "\udce9" is a typed \xe9
+    more = ["--text", "-", "--steps", "1", "--sample", "300", "--prompt", "\udce9"]
+    module.main([*SMALL, *DEVICE, *more])
+    assert b" 500 bytes\n" in written.getvalue() and b"??" in written.getvalue()
 
 
 @pytest.mark.gpu
