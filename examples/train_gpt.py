@@ -187,16 +187,17 @@ def text_of(name: str) -> bytes:
 
 def state_of(name: str) -> dict[str, Any]:
     """The type of --resume: what ``save`` wrote."""
+    unknown = argparse.ArgumentTypeError(f"{name}: not a file that --save wrote")
     try:
-        state = torch.load(name, map_location="cpu", weights_only=True)
+        state: dict[str, Any] = torch.load(name, map_location="cpu", weights_only=True)
         known = state.keys() == {"sizes", "model", "optimizer", "losses", "rng", "cuda_rng"}
-        if known and state["sizes"].keys() == set(SIZES):
-            return state
+        if not known or state["sizes"].keys() != set(SIZES):
+            raise unknown
     except OSError as error:
         raise argparse.ArgumentTypeError(f"{name}: {error.strerror}") from None
-    except Exception:  # torch.load and pickle have many for what they cannot read
-        pass
-    raise argparse.ArgumentTypeError(f"{name}: not a file that --save wrote")
+    except Exception as error:  # torch.load and pickle have many for what they cannot read
+        raise unknown from error
+    return state
 
 
 def new_file(name: str) -> Path:
