@@ -63,7 +63,7 @@ def test_a_feature_of_the_one_pass_backward(
 ) -> None:
     features = ["varlen", feature] if feature == "seqused" else [feature]
     answer = compiler(kernel="bwd_sm90", head_dim=head_dim, mask="causal", features=features)
-    check(answer, 4, 32)
+    check(answer, 4, 32 if feature == "softcap" else 24)
 
 
 @pytest.mark.parametrize("kernel", TWO_PASS)

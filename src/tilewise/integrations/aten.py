@@ -11,8 +11,7 @@ import warnings
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.library import Library
+from torch import Tensor, library
 
 from ..arguments import Options, Packing
 from ..errors import InvalidInputError, UnsupportedError
@@ -22,13 +21,13 @@ from . import halves
 class Handle:
     """Keeps the operators in place until ``remove``."""
 
-    def __init__(self, libraries: list[Library]) -> None:
+    def __init__(self, libraries: list[library.Library]) -> None:
         self._libraries = libraries
 
     def remove(self) -> None:
         """Gives torch its own operators back."""
-        for library in self._libraries:
-            library._destroy()
+        for one in self._libraries:
+            one._destroy()
         self._libraries = []
 
 
@@ -36,12 +35,12 @@ def register() -> Handle:
     """Puts tilewise in the place of torch's FlashAttention, on CUDA and CPU."""
     libraries = []
     for key, operators in (("CUDA", (*SHARED, *CUDA)), ("CPU", (*SHARED, *CPU))):
-        library = Library("aten", "IMPL", key)
-        libraries.append(library)
+        own = library.Library("aten", "IMPL", key)
+        libraries.append(own)
         with warnings.catch_warnings():  # that there is an operator already is the point
             warnings.simplefilter("ignore")
             for operator in operators:
-                library.impl(operator.__name__, operator, allow_override=True)
+                own.impl(operator.__name__, operator, allow_override=True)
     return Handle(libraries)
 
 

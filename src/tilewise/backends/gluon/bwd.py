@@ -130,7 +130,6 @@ def _one_pass(p: AttentionProblem, call: Call, block_d: int) -> Launch:
         "STAGES": 3 if block_d == 64 else 2,
         "BY_MBARRIER": p.mask.window_right is not None,
         "KEY_STAGES": 2 if stays(block_d) else 1,
-        "DYNAMIC": stays(block_d),
         "CONSUMER_REGISTERS": 240,
         "PRODUCER_REGISTERS": 24,
         "APPROX_TANH": launch.approx_tanh(t.q),

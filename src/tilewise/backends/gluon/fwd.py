@@ -77,7 +77,6 @@ def _launch(p: AttentionProblem, call: Call, config: HopperConfig) -> Launch:
         "BLOCK_N": c.BLOCK_N,
         "CONSUMERS": c.consumers,
         "STAGES": c.num_stages,
-        "DYNAMIC": c.dynamic,
         "SHARED_OUT": c.shared_out,
         "ONE_MASKED": one_masked(p),
         "CONSUMER_REGISTERS": c.consumer_registers,

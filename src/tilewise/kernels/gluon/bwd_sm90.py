@@ -37,17 +37,17 @@ KEYS: gl.constexpr = gl.constexpr(128)
 
 
 @gluon.jit
-def _next_tile(tile, SIZES, PACKED, counter, num_tiles, FIRST: gl.constexpr, TILE: gl.constexpr):
+def _next_tile(tile, SIZES, PACKED, counter, num_tiles, FIRST: gl.constexpr):
     """The program's next block of keys that there is, or num_tiles."""
     if not FIRST:
-        tile = step_tile(tile, counter, num_tiles, TILE[4])
+        tile = step_tile(tile, counter, num_tiles)
     if PACKED[1] is not None:
         empty = tile < num_tiles
         while empty:
             found = block_of_keys(tile, SIZES, PACKED, ROWS, KEYS)
             empty = found[2] >= found[6]
             if empty:
-                tile = step_tile(tile, counter, num_tiles, TILE[4])
+                tile = step_tile(tile, counter, num_tiles)
                 empty = tile < num_tiles
     return gl.minimum(tile, num_tiles)
 
@@ -59,11 +59,11 @@ def _produce(GIVEN, counter, num_tiles, TILE: gl.constexpr):
     it = 0  # blocks of rows so far
     turn = 0  # tiles so far
     cleared = 0  # tiles with rows zeroed so far
-    tile = _next_tile(gl.program_id(0), SIZES, PACKED, counter, num_tiles, True, TILE)
+    tile = _next_tile(gl.program_id(0), SIZES, PACKED, counter, num_tiles, True)
     while tile < num_tiles:
         announce(tile, BUFFERS[8], BARRIERS[8], BARRIERS[9], turn)
         found = block_of_keys(tile, SIZES, PACKED, ROWS, KEYS)
-        tile = _next_tile(tile, SIZES, PACKED, counter, num_tiles, False, TILE)
+        tile = _next_tile(tile, SIZES, PACKED, counter, num_tiles, False)
         it, cleared = _load_tile(GIVEN, found, it, turn, cleared, TILE)
         turn += 1
     announce(num_tiles, BUFFERS[8], BARRIERS[8], BARRIERS[9], turn)
@@ -389,7 +389,6 @@ def flash_bwd_sm90_kernel(
     STAGES: gl.constexpr,
     BY_MBARRIER: gl.constexpr,
     KEY_STAGES: gl.constexpr,
-    DYNAMIC: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
     APPROX_TANH: gl.constexpr,
@@ -399,14 +398,14 @@ def flash_bwd_sm90_kernel(
     Computes: dV = (P Z)^T dO, dK = grad_scale dS^T Q and dQ = dS K, with P = exp(s - lse), Z the
         dropout mask over 1 - dropout_p and dS = P (dO V^T Z - delta), each tile recomputed once for
         all three.
-    Grid: a program for each multiprocessor, which takes tiles: blocks of 128 keys of a key head of
-        a sequence, 64 keys for each of two warpgroups, with the query heads of its group and
+    Grid: a program for each multiprocessor, which takes tiles, or for each tile: 128 keys of a key
+        head of a sequence, 64 for each of two warpgroups, with the query heads of its group and
         their blocks of rows, which a producer warp loads by TMA.
     Numerics: float32 accumulators; P and dS in the inputs' dtype. dQ is added to float32 memory,
         zero before, by TMA in the order of arrival: its last bits differ from run to run.
     Source: Shah and others 2024, "FlashAttention-3", Algorithm 3; dQ by TMA reduction as there.
     """
-    TILE: gl.constexpr = (BLOCK_D, STAGES, BY_MBARRIER, KEY_STAGES, DYNAMIC)
+    TILE: gl.constexpr = (BLOCK_D, STAGES, BY_MBARRIER, KEY_STAGES)
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, ROWS], q.dtype)
     q_s = gl.allocate_shared_memory(q.dtype, [STAGES, 1, ROWS, 1, BLOCK_D], q.layout)
     do_s = gl.allocate_shared_memory(q.dtype, [STAGES, 1, ROWS, 1, BLOCK_D], dout.layout)

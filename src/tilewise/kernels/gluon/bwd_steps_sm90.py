@@ -8,7 +8,7 @@ BUFFERS  (q, dout, k, v, lse, delta, ds, dq, tile): shared memory; q, dout, lse 
 BARRIERS (k_full, v_full, q_full, dout_full, empty, ds_full, clear, keys_empty, tile_full,
           tile_empty)
 SIZES and PACKED are as in ``gradient``.
-TILE     (BLOCK_D, STAGES, BY_MBARRIER, KEY_STAGES, DYNAMIC)
+TILE     (BLOCK_D, STAGES, BY_MBARRIER, KEY_STAGES)
 PLACE    (batch_id, head, start_q, n_start, keys): where a warpgroup's tiles lie, and the keys'
          halves in shared memory
 STATE    (x, dk, dv, st, parity, bit, dq_row, left): S^T in flight and the accumulators, where

@@ -35,7 +35,7 @@ to_lse = twin(score.to_lse)
 # SIZES    (batch, nheads, group, seqlen_q, seqlen_k, total_q, total_k, num_m_blocks, section,
 #           window_left, window_right, sectioned)
 # PACKED   (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
-# TILE     (CONSUMERS, BLOCK_N, BLOCK_D, BLOCK_DV, STAGES, DYNAMIC, SHARED_OUT, ONE_MASKED)
+# TILE     (CONSUMERS, BLOCK_N, BLOCK_D, BLOCK_DV, STAGES, SHARED_OUT, ONE_MASKED)
 
 
 @gluon.jit
@@ -164,16 +164,15 @@ def _load_tile(
 def _next(tile, SIZES, PACKED, counter, num_tiles, FIRST: gl.constexpr, TILE: gl.constexpr):
     """The program's next tile that has rows, or num_tiles."""
     BLOCK_M: gl.constexpr = TILE[0] * 64
-    DYNAMIC: gl.constexpr = TILE[5]
     if not FIRST:
-        tile = step_tile(tile, counter, num_tiles, DYNAMIC)
+        tile = step_tile(tile, counter, num_tiles)
     if PACKED[0] is not None:
         empty = tile < num_tiles
         while empty:
             found = _tile(tile, SIZES, PACKED, BLOCK_M)
             empty = found[2] >= found[4]
             if empty:
-                tile = step_tile(tile, counter, num_tiles, DYNAMIC)
+                tile = step_tile(tile, counter, num_tiles)
                 empty = tile < num_tiles
     return gl.minimum(tile, num_tiles)
 
@@ -303,8 +302,8 @@ def _consume(
     BLOCK_DV: gl.constexpr = TILE[3]
     BLOCK_M: gl.constexpr = TILE[0] * 64
     STAGES: gl.constexpr = TILE[4]
-    SHARED_OUT: gl.constexpr = TILE[6]
-    ONE_MASKED: gl.constexpr = TILE[7]
+    SHARED_OUT: gl.constexpr = TILE[5]
+    ONE_MASKED: gl.constexpr = TILE[6]
     q_full, q_empty, k_full, k_empty = BARRIERS[0], BARRIERS[1], BARRIERS[2], BARRIERS[3]
     v_full, v_empty = BARRIERS[4], BARRIERS[5]
     dtype: gl.constexpr = TENSORS[0].dtype
@@ -427,7 +426,7 @@ def _consume(
 @gluon.jit
 def _store_tile(TENSORS, BUFFERS, o, entry, row, head, CONSUMER: gl.constexpr, TILE: gl.constexpr):
     staged = BUFFERS[3].index(CONSUMER)
-    if not TILE[6]:
+    if not TILE[5]:
         store_wait(0)
     staged.reshape([64, TILE[3]]).store(o)
     fence_async_shared()
@@ -491,7 +490,6 @@ def flash_fwd_sm90_kernel(
     BLOCK_N: gl.constexpr,
     CONSUMERS: gl.constexpr,
     STAGES: gl.constexpr,
-    DYNAMIC: gl.constexpr,
     SHARED_OUT: gl.constexpr,
     ONE_MASKED: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
@@ -511,7 +509,7 @@ def flash_fwd_sm90_kernel(
         and 2; the late reference is ours, after FlashAttention-4's.
     """
     TILE: gl.constexpr = (
-        CONSUMERS, BLOCK_N, BLOCK_D, BLOCK_DV, STAGES, DYNAMIC, SHARED_OUT, ONE_MASKED,
+        CONSUMERS, BLOCK_N, BLOCK_D, BLOCK_DV, STAGES, SHARED_OUT, ONE_MASKED,
     )  # fmt: skip
     q_s = gl.allocate_shared_memory(q.dtype, [CONSUMERS, 1, 64, 1, BLOCK_D], q.layout)
     k_s = gl.allocate_shared_memory(q.dtype, [STAGES, 1, BLOCK_N, 1, BLOCK_D], k.layout)

@@ -6,9 +6,10 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 
 @gluon.jit
-def step_tile(tile, counter, num_tiles, DYNAMIC: gl.constexpr):
-    """The tile after ``tile``: the next that no program has taken, or of a fixed share."""
-    if DYNAMIC:
+def step_tile(tile, counter, num_tiles):
+    """The tile after ``tile``: the next that no program has taken; without a counter, of a fixed
+    share."""
+    if counter is not None:
         count = gl.atomic_add(counter, 1, sem="relaxed")
         if count == num_tiles - 1:  # each program asks once in vain: this is the last of all
             gl.store(counter, 0)  # for the next launch
