@@ -35,12 +35,6 @@ def takes(p: AttentionProblem) -> bool:
     )
 
 
-def stays(block_d: int) -> bool:
-    """Whether programs stay and take tile after tile. Wider heads fill shared memory, so that a
-    tile's keys cannot come before the one before is done: a program for each tile is as fast."""
-    return block_d == 64
-
-
 BACKWARD = (*NAMES, "dq_sum", "counter")
 
 
@@ -77,7 +71,7 @@ def backward(
         dq, dk, dv = new_dq(), new_dk(), new_dv()
         call = (
             *t, out, lse, dout, dlse, new_lse(), new_delta(), dq, dk, dv, new_sum(),
-            counters.counter_of(device) if stays(block_d) else None,
+            counters.counter_of(device),
         )  # fmt: skip
         plan(call)
         if p.softmax_scale < 0:
@@ -121,7 +115,7 @@ def _one_pass(p: AttentionProblem, call: Call, block_d: int) -> Launch:
         "dv_rows": Of("dv") if p.layout == VARLEN else None,
         "dk_strides": launch.strides(dk),
         "dv_strides": launch.strides(dv),
-        "counter": None if call["counter"] is None else Of("counter"),
+        "counter": Of("counter"),
         "num_n_blocks": num_n_blocks,
         "num_tiles": num_tiles,
         "section": launch.section(p, p.nheads_kv, group_bytes),
@@ -129,13 +123,13 @@ def _one_pass(p: AttentionProblem, call: Call, block_d: int) -> Launch:
         "BLOCK_D": block_d,
         "STAGES": 3 if block_d == 64 else 2,
         "BY_MBARRIER": p.mask.window_right is not None,
-        "KEY_STAGES": 2 if stays(block_d) else 1,
+        "KEY_STAGES": 2 if block_d == 64 else 1,
         "CONSUMER_REGISTERS": 240,
         "PRODUCER_REGISTERS": 24,
         "APPROX_TANH": launch.approx_tanh(t.q),
     }
     options = compat.launch_options(num_warps=4, num_stages=1, maxnreg=168)
-    grid = counters.programs(num_tiles, t.q.device) if stays(block_d) else num_tiles
+    grid = counters.programs(num_tiles, t.q.device)
     return Launch(flash_bwd_sm90_kernel, grid, arguments, options)
 
 

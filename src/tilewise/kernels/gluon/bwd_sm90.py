@@ -71,12 +71,13 @@ def _produce(GIVEN, counter, num_tiles, TILE: gl.constexpr):
 
 @gluon.jit
 def _load_tile(GIVEN, FOUND, it, turn, cleared, TILE: gl.constexpr):
-    """Q, dO and their statistics, block by block; K and V after the first one, which need not wait
-    for the tile before to be done."""
+    """Q, dO and their statistics, block by block; K and V after the first one, each as soon as the
+    tile before has left room for it."""
     TENSORS, BUFFERS, BARRIERS, SIZES, PACKED = GIVEN
     BLOCK_D: gl.constexpr = TILE[0]
     KEY_STAGES: gl.constexpr = TILE[3]
-    k_full, v_full, clear, keys_empty = BARRIERS[0], BARRIERS[1], BARRIERS[6], BARRIERS[7]
+    k_full, v_full, clear = BARRIERS[0], BARRIERS[1], BARRIERS[6]
+    k_empty, v_empty = BARRIERS[7], BARRIERS[10]
     batch_id, head_kv, n_start, _start_q, used_q, start_k, _length_k, used_k, m0, _m1, _m2, m3 = (
         FOUND
     )
@@ -93,27 +94,35 @@ def _load_tile(GIVEN, FOUND, it, turn, cleared, TILE: gl.constexpr):
     if PACKED[1] is None and PACKED[3] is None:  # past a dense tensor's end TMA fills with 0
         stop = gl.maximum(stop, n_start + KEYS)
     slot = turn % KEY_STAGES
+    phase = turn // KEY_STAGES & 1 ^ 1
     seen = m0 < m3
+    begin = _begin(n_start, m3 - m0, TILE)
     if seen:
-        cleared = _load_rows(GIVEN, FOUND, head_kv * SIZES[2], m0, it, cleared, MAY_CLEAR, TILE)
-    mbarrier.wait(keys_empty.index(slot), turn // KEY_STAGES & 1 ^ 1)
+        cleared = _load_rows(
+            GIVEN, FOUND, head_kv * SIZES[2], _turned(m0, begin, m0, m3, TILE), it, cleared,
+            MAY_CLEAR, TILE,
+        )  # fmt: skip
+    mbarrier.wait(k_empty.index(slot), phase)
     if seen:
         cleared = _load_keys(
             TENSORS[1], entry_k, start_k, head_kv, n_start, BUFFERS[2], slot, k_full.index(slot),
             clear, cleared, first, stop, MAY_CLEAR, BLOCK_D,
         )  # fmt: skip
+    mbarrier.wait(v_empty.index(slot), phase)
+    if seen:
         cleared = _load_keys(
             TENSORS[2], entry_k, start_k, head_kv, n_start, BUFFERS[3], slot, v_full.index(slot),
             clear, cleared, first, stop, MAY_CLEAR, BLOCK_D,
         )  # fmt: skip
         blocks = (m3 - m0) // ROWS
         for n in range(1, blocks * SIZES[2]):
+            m_start = _turned(m0 + n % blocks * ROWS, begin, m0, m3, TILE)
             cleared = _load_rows(
-                GIVEN, FOUND, head_kv * SIZES[2] + n // blocks, m0 + n % blocks * ROWS, it + n,
-                cleared, MAY_CLEAR, TILE,
+                GIVEN, FOUND, head_kv * SIZES[2] + n // blocks, m_start, it + n, cleared, MAY_CLEAR,
+                TILE,
             )  # fmt: skip
         it += blocks * SIZES[2]
-    else:  # the gradients are 0, and leave through K and V's memory
+    else:  # the gradients are 0
         mbarrier.arrive(k_full.index(slot), count=1)
         mbarrier.arrive(v_full.index(slot), count=1)
     return it, cleared
@@ -177,6 +186,25 @@ def _load_keys(
     return cleared
 
 
+@gluon.jit
+def _begin(n_start, rows, TILE: gl.constexpr):
+    """How far into its rows a tile begins, to go round once where TILE says so: without a mask all
+    programs of a head would add to the same rows of dQ at the same time."""
+    if TILE[4]:
+        return n_start // KEYS * KEYS % gl.maximum(rows, ROWS)
+    else:
+        return 0
+
+
+@gluon.jit
+def _turned(m_start, begin, m_from, m_to, TILE: gl.constexpr):
+    """The rows in m_start's place of those of [m_from, m_to), which are begun at ``begin``."""
+    if TILE[4]:
+        m_start += begin
+        m_start = gl.where(m_start < m_to, m_start, m_start - (m_to - m_from))
+    return m_start
+
+
 # ------------------------------------------------------------------------------- consumers
 
 
@@ -188,7 +216,9 @@ def _visit(
     """The blocks of rows of [m_from, m_to). A loop with a branch for those that are cut would be
     slower: ptxas orders nothing across a branch."""
     x, dk, dv, st, parity, bit, dq_row, left = STATE
-    for m_start in range(m_from, m_to, ROWS):
+    begin = _begin(PLACE[3], m_to - m_from, TILE)
+    for m in range(m_from, m_to, ROWS):
+        m_start = _turned(m, begin, m_from, m_to, TILE)
         state = x, dk, dv, st, parity, bit, dq_row, left
         dq_next = place_of_dq(PLACE, m_start, GIVEN, CONSUMER, TILE)
         if TILE[0] == 64:
@@ -223,7 +253,7 @@ def _consume(
     dk_rows, dv_rows, dk_strides, dv_strides = RESULTS
     k_s, v_s, ds_s, dq_s = BUFFERS[2], BUFFERS[3], BUFFERS[6], BUFFERS[7]
     k_full, v_full, q_full, ds_full = BARRIERS[0], BARRIERS[1], BARRIERS[2], BARRIERS[5]
-    keys_empty = BARRIERS[7]
+    k_empty, v_empty, dk_s = BARRIERS[7], BARRIERS[10], BUFFERS[9]
     KEY_STAGES: gl.constexpr = TILE[3]
     st, parity, bit = 0, 0, 0
     if NARROW:
@@ -240,17 +270,18 @@ def _consume(
         keys = slot * 2
         dk = gl.full([64, BLOCK_D], 0.0, gl.float32, d_layout)
         dv = gl.full([64, BLOCK_D], 0.0, gl.float32, d_layout)
-        mbarrier.wait(k_full.index(slot), turn // KEY_STAGES & 1)
-        mbarrier.wait(v_full.index(slot), turn // KEY_STAGES & 1)
-        if KEY_STAGES == 2:  # what the tile before left in the other slot has gone out by now
-            store_wait(0)
-            mbarrier.arrive(keys_empty.index(slot ^ 1), count=1, pred=turn > 0)
+        phase = turn // KEY_STAGES & 1
+        mbarrier.wait(k_full.index(slot), phase)
+        store_wait(0)  # what the tile before has left to go out
+        if KEY_STAGES == 2:
+            mbarrier.arrive(v_empty.index(slot ^ 1), count=1, pred=turn > 0)
         if m0 < m3:
             mbarrier.wait(q_full.index(st), parity)
             nothing = gl.full([64, ROWS], 0.0, gl.float32, s_layout)
             k = k_s.index(keys + CONSUMER).reshape([64, BLOCK_D])
             q, _do = rows_of_stage(BUFFERS, st, BLOCK_D)
             x = warpgroup_mma(k, q.permute([1, 0]), nothing, use_acc=False, is_async=True)
+            mbarrier.wait(v_full.index(slot), phase)
             # the first step adds zeros in place of dQ of a block before
             k_a, v_a = None, None
             if NARROW:
@@ -307,23 +338,26 @@ def _consume(
                 dq_s.index(CONSUMER).store(in_register_order(dq, BLOCK_D // 2))
             fence_async_shared()
             async_add(TENSORS[6], [dq_row, 0], dq_s.index(CONSUMER))
+        else:
+            mbarrier.wait(v_full.index(slot), phase)
+        mbarrier.arrive(k_empty.index(slot), count=1)
         dk = dk * grad_scale
         if seed is not None:
             dv = dv * keep_scale
-        # dV leaves through this warpgroup's half of V, dK of K, which the other one reads too
+        # dV leaves through this warpgroup's half of V, dK through memory of its own: the next
+        # tile begins with K
         VARLEN: gl.constexpr = PACKED[1] is not None
         store_tile(
             TENSORS[8], dv_rows, dv_strides, dv.to(dtype), v_s.index(keys + CONSUMER), batch_id,
             start_k, n_start, length_k, head_kv, VARLEN,
         )  # fmt: skip
-        bar_sync(9, 256)
         store_tile(
-            TENSORS[7], dk_rows, dk_strides, dk.to(dtype), k_s.index(keys + CONSUMER), batch_id,
+            TENSORS[7], dk_rows, dk_strides, dk.to(dtype), dk_s.index(CONSUMER), batch_id,
             start_k, n_start, length_k, head_kv, VARLEN,
         )  # fmt: skip
         if KEY_STAGES == 1:
-            store_wait(0)
-            mbarrier.arrive(keys_empty.index(slot), count=1)
+            store_wait(1)
+            mbarrier.arrive(v_empty.index(slot), count=1)
         turn += 1
         tile = told(BUFFERS[8], BARRIERS[8], BARRIERS[9], turn)
     store_wait(0)
@@ -405,7 +439,8 @@ def flash_bwd_sm90_kernel(
         zero before, by TMA in the order of arrival: its last bits differ from run to run.
     Source: Shah and others 2024, "FlashAttention-3", Algorithm 3; dQ by TMA reduction as there.
     """
-    TILE: gl.constexpr = (BLOCK_D, STAGES, BY_MBARRIER, KEY_STAGES)
+    GO_ROUND: gl.constexpr = BLOCK_D == 64 and window_left is None and window_right is None
+    TILE: gl.constexpr = (BLOCK_D, STAGES, BY_MBARRIER, KEY_STAGES, GO_ROUND)
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, ROWS], q.dtype)
     q_s = gl.allocate_shared_memory(q.dtype, [STAGES, 1, ROWS, 1, BLOCK_D], q.layout)
     do_s = gl.allocate_shared_memory(q.dtype, [STAGES, 1, ROWS, 1, BLOCK_D], dout.layout)
@@ -415,6 +450,7 @@ def flash_bwd_sm90_kernel(
     delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, 1, ROWS], delta.layout)
     ds_s = gl.allocate_shared_memory(q.dtype, [4, 64, ROWS], ds_layout)
     dq_s = gl.allocate_shared_memory(gl.float32, [2, BLOCK_D, 32], dq.layout)
+    dk_s = gl.allocate_shared_memory(q.dtype, [2, 1, 64, 1, BLOCK_D], dk.layout)
     k_full = gl.allocate_shared_memory(gl.int64, [KEY_STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [KEY_STAGES, 1], mbarrier.MBarrierLayout())
     q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -422,7 +458,8 @@ def flash_bwd_sm90_kernel(
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     ds_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     clear = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    keys_empty = gl.allocate_shared_memory(gl.int64, [KEY_STAGES, 1], mbarrier.MBarrierLayout())
+    k_empty = gl.allocate_shared_memory(gl.int64, [KEY_STAGES, 1], mbarrier.MBarrierLayout())
+    v_empty = gl.allocate_shared_memory(gl.int64, [KEY_STAGES, 1], mbarrier.MBarrierLayout())
     tile_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     tile_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     told_s = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -432,7 +469,8 @@ def flash_bwd_sm90_kernel(
     for slot in gl.static_range(KEY_STAGES):
         mbarrier.init(k_full.index(slot), count=1)
         mbarrier.init(v_full.index(slot), count=1)
-        mbarrier.init(keys_empty.index(slot), count=2)
+        mbarrier.init(k_empty.index(slot), count=2)
+        mbarrier.init(v_empty.index(slot), count=2)
     mbarrier.init(ds_full, count=2)
     for st in gl.static_range(STAGES):
         mbarrier.init(q_full.index(st), count=1)
@@ -446,9 +484,10 @@ def flash_bwd_sm90_kernel(
         clear_slack(dv_rows, dv_strides, cu_seqlens_k, batch, total_k, nheads_kv, dv_strides[2])
 
     TENSORS = q, k, v, dout, lse, delta, dq, dk, dv
-    BUFFERS = q_s, do_s, k_s, v_s, lse_s, delta_s, ds_s, dq_s, told_s
+    BUFFERS = q_s, do_s, k_s, v_s, lse_s, delta_s, ds_s, dq_s, told_s, dk_s
     BARRIERS = (
-        k_full, v_full, q_full, dout_full, empty, ds_full, clear, keys_empty, tile_full, tile_empty,
+        k_full, v_full, q_full, dout_full, empty, ds_full, clear, k_empty, tile_full, tile_empty,
+        v_empty,
     )  # fmt: skip
     SIZES = (
         batch, nheads, group, seqlen_q, seqlen_k, total_q, total_k, num_n_blocks, section,

@@ -2,13 +2,13 @@
 
 TENSORS  (q, k, v, dout, lse, delta, dq, dk, dv): TMA descriptors; lse, delta and dq are the
          backward's own, in the orders that ``statistics`` and ``in_register_order`` say
-BUFFERS  (q, dout, k, v, lse, delta, ds, dq, tile): shared memory; q, dout, lse and delta are
+BUFFERS  (q, dout, k, v, lse, delta, ds, dq, tile, dk): shared memory; q, dout, lse and delta are
          rings of blocks of rows, k and v of KEY_STAGES times two halves of 64 keys, ds the
          halves of two blocks of rows
-BARRIERS (k_full, v_full, q_full, dout_full, empty, ds_full, clear, keys_empty, tile_full,
-          tile_empty)
+BARRIERS (k_full, v_full, q_full, dout_full, empty, ds_full, clear, k_empty, tile_full,
+          tile_empty, v_empty)
 SIZES and PACKED are as in ``gradient``.
-TILE     (BLOCK_D, STAGES, BY_MBARRIER, KEY_STAGES)
+TILE     (BLOCK_D, STAGES, BY_MBARRIER, KEY_STAGES, GO_ROUND)
 PLACE    (batch_id, head, start_q, n_start, keys): where a warpgroup's tiles lie, and the keys'
          halves in shared memory
 STATE    (x, dk, dv, st, parity, bit, dq_row, left): S^T in flight and the accumulators, where
