@@ -20,7 +20,7 @@ from .bwd_steps_sm90 import (
     wide_step,
 )
 from .gradient import block_of_keys, statistics_place
-from .ptx import bar_sync, opaque_zero
+from .ptx import opaque_zero
 from .rows import clear_slack, load_clear, load_with_statistic, store_tile
 from .schedule import announce, step_tile, told
 from .tma import async_add, async_load, store_wait
