@@ -63,8 +63,8 @@ def _produce(GIVEN, counter, num_tiles, TILE: gl.constexpr):
     while tile < num_tiles:
         announce(tile, BUFFERS[8], BARRIERS[8], BARRIERS[9], turn)
         found = block_of_keys(tile, SIZES, PACKED, ROWS, KEYS)
-        tile = _next_tile(tile, SIZES, PACKED, counter, num_tiles, False)
         it, cleared = _load_tile(GIVEN, found, it, turn, cleared, TILE)
+        tile = _next_tile(tile, SIZES, PACKED, counter, num_tiles, False)
         turn += 1
     announce(num_tiles, BUFFERS[8], BARRIERS[8], BARRIERS[9], turn)
 

@@ -361,7 +361,9 @@ def _consume(
         p32, m_i, l_i = first_softmax(s, SCORE, BLOCK_N, rows, dtype)
         if seed is not None:
             p32 = drop_tile(p32, DROPOUT, m_start, n_start)
-        wild = is_wild(m_i, l_i, MASK[0], _register("wild", CONSUMER))
+        wild = 0  # of narrow heads, whose softmax takes the longer of the two, branches cost more
+        if BLOCK_D >= 128:
+            wild = is_wild(m_i, l_i, MASK[0], _register("wild", CONSUMER))
         p = gl.convert_layout(p32.to(dtype), p_layout, assert_trivial=True)
         o = gl.full([64, BLOCK_DV], 0.0, gl.float32, o_layout)
         alpha = gl.full([64], 1.0, gl.float32, rows)
