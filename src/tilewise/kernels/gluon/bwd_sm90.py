@@ -20,7 +20,7 @@ from .bwd_steps_sm90 import (
     wide_step,
 )
 from .gradient import block_of_keys, statistics_place
-from .ptx import opaque_zero
+from .ptx import bar_sync, opaque_zero
 from .rows import clear_slack, load_clear, load_with_statistic, store_tile
 from .schedule import announce, step_tile, told
 from .tma import async_add, async_load, store_wait
@@ -272,8 +272,11 @@ def _consume(
         dv = gl.full([64, BLOCK_D], 0.0, gl.float32, d_layout)
         phase = turn // KEY_STAGES & 1
         mbarrier.wait(k_full.index(slot), phase)
+        if NARROW:
+            mbarrier.wait(v_full.index(slot), phase)
         store_wait(0)  # what the tile before has left to go out
         if KEY_STAGES == 2:
+            mbarrier.arrive(k_empty.index(slot ^ 1), count=1, pred=turn > 0)
             mbarrier.arrive(v_empty.index(slot ^ 1), count=1, pred=turn > 0)
         if m0 < m3:
             mbarrier.wait(q_full.index(st), parity)
@@ -281,7 +284,8 @@ def _consume(
             k = k_s.index(keys + CONSUMER).reshape([64, BLOCK_D])
             q, _do = rows_of_stage(BUFFERS, st, BLOCK_D)
             x = warpgroup_mma(k, q.permute([1, 0]), nothing, use_acc=False, is_async=True)
-            mbarrier.wait(v_full.index(slot), phase)
+            if not NARROW:
+                mbarrier.wait(v_full.index(slot), phase)
             # the first step adds zeros in place of dQ of a block before
             k_a, v_a = None, None
             if NARROW:
@@ -338,9 +342,10 @@ def _consume(
                 dq_s.index(CONSUMER).store(in_register_order(dq, BLOCK_D // 2))
             fence_async_shared()
             async_add(TENSORS[6], [dq_row, 0], dq_s.index(CONSUMER))
-        else:
+        elif not NARROW:
             mbarrier.wait(v_full.index(slot), phase)
-        mbarrier.arrive(k_empty.index(slot), count=1)
+        if KEY_STAGES == 1:
+            mbarrier.arrive(k_empty.index(slot), count=1)
         dk = dk * grad_scale
         if seed is not None:
             dv = dv * keep_scale
@@ -351,10 +356,17 @@ def _consume(
             TENSORS[8], dv_rows, dv_strides, dv.to(dtype), v_s.index(keys + CONSUMER), batch_id,
             start_k, n_start, length_k, head_kv, VARLEN,
         )  # fmt: skip
-        store_tile(
-            TENSORS[7], dk_rows, dk_strides, dk.to(dtype), dk_s.index(CONSUMER), batch_id,
-            start_k, n_start, length_k, head_kv, VARLEN,
-        )  # fmt: skip
+        if NARROW:
+            bar_sync(9, 256)
+            store_tile(
+                TENSORS[7], dk_rows, dk_strides, dk.to(dtype), k_s.index(keys + CONSUMER), batch_id,
+                start_k, n_start, length_k, head_kv, VARLEN,
+            )  # fmt: skip
+        else:
+            store_tile(
+                TENSORS[7], dk_rows, dk_strides, dk.to(dtype), dk_s.index(CONSUMER), batch_id,
+                start_k, n_start, length_k, head_kv, VARLEN,
+            )  # fmt: skip
         if KEY_STAGES == 1:
             store_wait(1)
             mbarrier.arrive(v_empty.index(slot), count=1)
