@@ -188,8 +188,8 @@ def _load_keys(
 
 @gluon.jit
 def _begin(n_start, rows, TILE: gl.constexpr):
-    """How far into its rows a tile begins, to go round once where TILE says so: without a mask all
-    programs of a head would add to the same rows of dQ at the same time."""
+    """How far into its rows a tile begins, to go round once where TILE says so. Without a mask all
+    programs of a head add to the same rows of dQ at the same time, which narrow heads wait for."""
     if TILE[4]:
         return n_start // KEYS * KEYS % gl.maximum(rows, ROWS)
     else:
@@ -274,7 +274,7 @@ def _consume(
         mbarrier.wait(k_full.index(slot), phase)
         if NARROW:
             mbarrier.wait(v_full.index(slot), phase)
-        store_wait(0)  # what the tile before has left to go out
+        store_wait(0)  # what was to go out of the tile before
         if KEY_STAGES == 2:
             mbarrier.arrive(k_empty.index(slot ^ 1), count=1, pred=turn > 0)
             mbarrier.arrive(v_empty.index(slot ^ 1), count=1, pred=turn > 0)
@@ -349,24 +349,21 @@ def _consume(
         dk = dk * grad_scale
         if seed is not None:
             dv = dv * keep_scale
-        # dV leaves through this warpgroup's half of V, dK through memory of its own: the next
-        # tile begins with K
         VARLEN: gl.constexpr = PACKED[1] is not None
+        # through this warpgroup's half of V
         store_tile(
             TENSORS[8], dv_rows, dv_strides, dv.to(dtype), v_s.index(keys + CONSUMER), batch_id,
             start_k, n_start, length_k, head_kv, VARLEN,
         )  # fmt: skip
-        if NARROW:
-            bar_sync(9, 256)
-            store_tile(
-                TENSORS[7], dk_rows, dk_strides, dk.to(dtype), k_s.index(keys + CONSUMER), batch_id,
-                start_k, n_start, length_k, head_kv, VARLEN,
-            )  # fmt: skip
+        if KEY_STAGES == 1:  # K's memory is the next tile's by now
+            dk_place = dk_s.index(CONSUMER)
         else:
-            store_tile(
-                TENSORS[7], dk_rows, dk_strides, dk.to(dtype), dk_s.index(CONSUMER), batch_id,
-                start_k, n_start, length_k, head_kv, VARLEN,
-            )  # fmt: skip
+            bar_sync(9, 256)  # the other warpgroup has read K too
+            dk_place = k_s.index(keys + CONSUMER)
+        store_tile(
+            TENSORS[7], dk_rows, dk_strides, dk.to(dtype), dk_place, batch_id, start_k, n_start,
+            length_k, head_kv, VARLEN,
+        )  # fmt: skip
         if KEY_STAGES == 1:
             store_wait(1)
             mbarrier.arrive(v_empty.index(slot), count=1)
@@ -444,9 +441,9 @@ def flash_bwd_sm90_kernel(
     Computes: dV = (P Z)^T dO, dK = grad_scale dS^T Q and dQ = dS K, with P = exp(s - lse), Z the
         dropout mask over 1 - dropout_p and dS = P (dO V^T Z - delta), each tile recomputed once for
         all three.
-    Grid: a program for each multiprocessor, which takes tiles, or for each tile: 128 keys of a key
-        head of a sequence, 64 for each of two warpgroups, with the query heads of its group and
-        their blocks of rows, which a producer warp loads by TMA.
+    Grid: a program for each multiprocessor, which takes tiles: 128 keys of a key head of a
+        sequence, 64 for each of two warpgroups, with the query heads of its group and their blocks
+        of rows, which a producer warp loads by TMA.
     Numerics: float32 accumulators; P and dS in the inputs' dtype. dQ is added to float32 memory,
         zero before, by TMA in the order of arrival: its last bits differ from run to run.
     Source: Shah and others 2024, "FlashAttention-3", Algorithm 3; dQ by TMA reduction as there.
@@ -462,7 +459,9 @@ def flash_bwd_sm90_kernel(
     delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, 1, ROWS], delta.layout)
     ds_s = gl.allocate_shared_memory(q.dtype, [4, 64, ROWS], ds_layout)
     dq_s = gl.allocate_shared_memory(gl.float32, [2, BLOCK_D, 32], dq.layout)
-    dk_s = gl.allocate_shared_memory(q.dtype, [2, 1, 64, 1, BLOCK_D], dk.layout)
+    dk_s = k_s
+    if KEY_STAGES == 1:
+        dk_s = gl.allocate_shared_memory(q.dtype, [2, 1, 64, 1, BLOCK_D], dk.layout)
     k_full = gl.allocate_shared_memory(gl.int64, [KEY_STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [KEY_STAGES, 1], mbarrier.MBarrierLayout())
     q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())

@@ -4,7 +4,7 @@ TENSORS  (q, k, v, dout, lse, delta, dq, dk, dv): TMA descriptors; lse, delta an
          backward's own, in the orders that ``statistics`` and ``in_register_order`` say
 BUFFERS  (q, dout, k, v, lse, delta, ds, dq, tile, dk): shared memory; q, dout, lse and delta are
          rings of blocks of rows, k and v of KEY_STAGES times two halves of 64 keys, ds the
-         halves of two blocks of rows
+         halves of two blocks of rows; dk leaves through k where that has two stages
 BARRIERS (k_full, v_full, q_full, dout_full, empty, ds_full, clear, k_empty, tile_full,
           tile_empty, v_empty)
 SIZES and PACKED are as in ``gradient``.

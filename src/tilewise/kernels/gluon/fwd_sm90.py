@@ -191,11 +191,11 @@ def _produce(GIVEN, counter, num_tiles, TILE: gl.constexpr):
         batch_id, head, m_start, start_q, _length_q, used_q, start_k, used_k = _tile(
             tile, SIZES, PACKED, BLOCK_M
         )
-        tile = _next(tile, SIZES, PACKED, counter, num_tiles, False, TILE)
         it, cleared = _load_tile(
             TENSORS, BUFFERS, BARRIERS, SIZES, PACKED, batch_id, head, m_start, start_q, start_k,
             used_q, used_k, it, turn, cleared, TILE,
         )  # fmt: skip
+        tile = _next(tile, SIZES, PACKED, counter, num_tiles, False, TILE)
         turn += 1
     announce(num_tiles, BUFFERS[4], BARRIERS[7], BARRIERS[8], turn)
 
