@@ -32,6 +32,7 @@ slope_of = twin(score.slope_of)
 
 # TENSORS, BUFFERS and the like are as ``bwd_steps_sm90`` says.
 KEYS: gl.constexpr = gl.constexpr(128)
+LEAD: gl.constexpr = gl.constexpr(4)  # blocks of rows to go when the next tile is chosen
 
 # ------------------------------------------------------------------------------- producer
 
@@ -62,22 +63,22 @@ def _produce(GIVEN, counter, num_tiles, TILE: gl.constexpr):
     tile = _next_tile(gl.program_id(0), SIZES, PACKED, counter, num_tiles, True)
     while tile < num_tiles:
         announce(tile, BUFFERS[8], BARRIERS[8], BARRIERS[9], turn)
-        found = block_of_keys(tile, SIZES, PACKED, ROWS, KEYS)
-        it, cleared = _load_tile(GIVEN, found, it, turn, cleared, TILE)
-        tile = _next_tile(tile, SIZES, PACKED, counter, num_tiles, False)
+        tile, it, cleared = _load_tile(GIVEN, tile, counter, num_tiles, it, turn, cleared, TILE)
         turn += 1
     announce(num_tiles, BUFFERS[8], BARRIERS[8], BARRIERS[9], turn)
 
 
 @gluon.jit
-def _load_tile(GIVEN, FOUND, it, turn, cleared, TILE: gl.constexpr):
+def _load_tile(GIVEN, tile, counter, num_tiles, it, turn, cleared, TILE: gl.constexpr):
     """Q, dO and their statistics, block by block; K and V after the first one, each as soon as the
-    tile before has left room for it."""
+    tile before has left room for it. Some blocks before the end the next tile is chosen: late, so
+    that it goes to a program that has time, and early enough not to be waited for."""
     TENSORS, BUFFERS, BARRIERS, SIZES, PACKED = GIVEN
     BLOCK_D: gl.constexpr = TILE[0]
     KEY_STAGES: gl.constexpr = TILE[3]
     k_full, v_full, clear = BARRIERS[0], BARRIERS[1], BARRIERS[6]
     k_empty, v_empty = BARRIERS[7], BARRIERS[10]
+    FOUND = block_of_keys(tile, SIZES, PACKED, ROWS, KEYS)
     batch_id, head_kv, n_start, _start_q, used_q, start_k, _length_k, used_k, m0, _m1, _m2, m3 = (
         FOUND
     )
@@ -95,37 +96,35 @@ def _load_tile(GIVEN, FOUND, it, turn, cleared, TILE: gl.constexpr):
         stop = gl.maximum(stop, n_start + KEYS)
     slot = turn % KEY_STAGES
     phase = turn // KEY_STAGES & 1 ^ 1
-    seen = m0 < m3
     begin = _begin(n_start, m3 - m0, TILE)
-    if seen:
+    blocks = (m3 - m0) // ROWS
+    steps = blocks * SIZES[2]
+    for n in range(0, steps):
+        m_start = _turned(m0 + n % blocks * ROWS, begin, m0, m3, TILE)
         cleared = _load_rows(
-            GIVEN, FOUND, head_kv * SIZES[2], _turned(m0, begin, m0, m3, TILE), it, cleared,
-            MAY_CLEAR, TILE,
+            GIVEN, FOUND, head_kv * SIZES[2] + n // blocks, m_start, it + n, cleared, MAY_CLEAR,
+            TILE,
         )  # fmt: skip
-    mbarrier.wait(k_empty.index(slot), phase)
-    if seen:
-        cleared = _load_keys(
-            TENSORS[1], entry_k, start_k, head_kv, n_start, BUFFERS[2], slot, k_full.index(slot),
-            clear, cleared, first, stop, MAY_CLEAR, BLOCK_D,
-        )  # fmt: skip
-    mbarrier.wait(v_empty.index(slot), phase)
-    if seen:
-        cleared = _load_keys(
-            TENSORS[2], entry_k, start_k, head_kv, n_start, BUFFERS[3], slot, v_full.index(slot),
-            clear, cleared, first, stop, MAY_CLEAR, BLOCK_D,
-        )  # fmt: skip
-        blocks = (m3 - m0) // ROWS
-        for n in range(1, blocks * SIZES[2]):
-            m_start = _turned(m0 + n % blocks * ROWS, begin, m0, m3, TILE)
-            cleared = _load_rows(
-                GIVEN, FOUND, head_kv * SIZES[2] + n // blocks, m_start, it + n, cleared, MAY_CLEAR,
-                TILE,
+        if n == 0:
+            mbarrier.wait(k_empty.index(slot), phase)
+            cleared = _load_keys(
+                TENSORS[1], entry_k, start_k, head_kv, n_start, BUFFERS[2], slot,
+                k_full.index(slot), clear, cleared, first, stop, MAY_CLEAR, BLOCK_D,
             )  # fmt: skip
-        it += blocks * SIZES[2]
-    else:  # the gradients are 0
+            mbarrier.wait(v_empty.index(slot), phase)
+            cleared = _load_keys(
+                TENSORS[2], entry_k, start_k, head_kv, n_start, BUFFERS[3], slot,
+                v_full.index(slot), clear, cleared, first, stop, MAY_CLEAR, BLOCK_D,
+            )  # fmt: skip
+        if n == gl.maximum(steps - LEAD, 0):
+            tile = _next_tile(tile, SIZES, PACKED, counter, num_tiles, False)
+    if steps <= 0:  # the gradients are 0
+        mbarrier.wait(k_empty.index(slot), phase)
         mbarrier.arrive(k_full.index(slot), count=1)
+        mbarrier.wait(v_empty.index(slot), phase)
         mbarrier.arrive(v_full.index(slot), count=1)
-    return it, cleared
+        tile = _next_tile(tile, SIZES, PACKED, counter, num_tiles, False)
+    return tile, it + gl.maximum(steps, 0), cleared
 
 
 @gluon.jit
@@ -191,7 +190,7 @@ def _begin(n_start, rows, TILE: gl.constexpr):
     """How far into its rows a tile begins, to go round once where TILE says so. Without a mask all
     programs of a head add to the same rows of dQ at the same time, which narrow heads wait for."""
     if TILE[4]:
-        return n_start // KEYS * KEYS % gl.maximum(rows, ROWS)
+        return n_start % gl.maximum(rows, ROWS)
     else:
         return 0
 
@@ -216,9 +215,8 @@ def _visit(
     """The blocks of rows of [m_from, m_to). A loop with a branch for those that are cut would be
     slower: ptxas orders nothing across a branch."""
     x, dk, dv, st, parity, bit, dq_row, left = STATE
-    begin = _begin(PLACE[3], m_to - m_from, TILE)
     for m in range(m_from, m_to, ROWS):
-        m_start = _turned(m, begin, m_from, m_to, TILE)
+        m_start = _turned(m, PLACE[5], m_from, m_to, TILE)
         state = x, dk, dv, st, parity, bit, dq_row, left
         dq_next = place_of_dq(PLACE, m_start, GIVEN, CONSUMER, TILE)
         if TILE[0] == 64:
@@ -266,6 +264,7 @@ def _consume(
         ) = block_of_keys(tile, SIZES, PACKED, ROWS, KEYS)  # fmt: skip
         n_start = n_block + CONSUMER * 64
         MASK = used_q, used_k, SIZES[9], SIZES[10]
+        begin = _begin(n_block, m3 - m0, TILE)
         slot = turn % KEY_STAGES
         keys = slot * 2
         dk = gl.full([64, BLOCK_D], 0.0, gl.float32, d_layout)
@@ -317,7 +316,7 @@ def _consume(
                     None,
                 )
                 DROPOUT = seed, dropout_threshold, head, batch_id
-                PLACE = batch_id, head, start_q, n_start, keys
+                PLACE = batch_id, head, start_q, n_start, keys, begin
                 state = x, dk, dv, st, parity, bit, dq_row, left
                 state = _visit(
                     state, k_a, v_a, m0, m1, GIVEN, PLACE, SCORE, MASK, DROPOUT, keep_scale, True,

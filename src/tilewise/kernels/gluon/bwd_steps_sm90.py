@@ -9,8 +9,8 @@ BARRIERS (k_full, v_full, q_full, dout_full, empty, ds_full, clear, k_empty, til
           tile_empty, v_empty)
 SIZES and PACKED are as in ``gradient``.
 TILE     (BLOCK_D, STAGES, BY_MBARRIER, KEY_STAGES, GO_ROUND)
-PLACE    (batch_id, head, start_q, n_start, keys): where a warpgroup's tiles lie, and the keys'
-         halves in shared memory
+PLACE    (batch_id, head, start_q, n_start, keys, begin): where a warpgroup's tiles lie, the keys'
+         halves in shared memory, and how far into its rows a tile begins
 STATE    (x, dk, dv, st, parity, bit, dq_row, left): S^T in flight and the accumulators, where
          in the ring the next block of rows is, which of two it is for dS, where the latest dQ
          goes, how many blocks are left

@@ -75,6 +75,23 @@ def _stage(it, STAGES: gl.constexpr):
 
 
 @gluon.jit
+def _next(tile, SIZES, PACKED, counter, num_tiles, FIRST: gl.constexpr, TILE: gl.constexpr):
+    """The program's next tile that has rows, or num_tiles."""
+    BLOCK_M: gl.constexpr = TILE[0] * 64
+    if not FIRST:
+        tile = step_tile(tile, counter, num_tiles)
+    if PACKED[0] is not None:
+        empty = tile < num_tiles
+        while empty:
+            found = _tile(tile, SIZES, PACKED, BLOCK_M)
+            empty = found[2] >= found[4]
+            if empty:
+                tile = step_tile(tile, counter, num_tiles)
+                empty = tile < num_tiles
+    return gl.minimum(tile, num_tiles)
+
+
+@gluon.jit
 def _load(desc, batch_id, row, head, full, ring, st, BYTES: gl.constexpr):
     mbarrier.expect(full.index(st), BYTES)
     async_load(desc, [batch_id, row, head, 0], full.index(st), ring.index(st))
@@ -109,12 +126,11 @@ def _load_values(
 
 
 @gluon.jit
-def _load_tile(
-    TENSORS, BUFFERS, BARRIERS, SIZES, PACKED, batch_id, head, m_start, start_q, start_k, used_q,
-    used_k, it, turn, cleared, TILE: gl.constexpr,
-):  # fmt: skip
+def _load_tile(GIVEN, tile, counter, num_tiles, it, turn, cleared, TILE: gl.constexpr):
     """Q of one tile and all K and V that its rows see, from the last block to the first:
-    K_n, Q, K_n-1, V_n, K_n-2, V_n-1, ..."""
+    K_n, Q, K_n-1, V_n, K_n-2, V_n-1, ... Before the last of them the next tile is chosen: late, so
+    that it goes to a program that has time, and early enough not to be waited for."""
+    TENSORS, BUFFERS, BARRIERS, SIZES, PACKED = GIVEN
     CONSUMERS: gl.constexpr = TILE[0]
     BLOCK_N: gl.constexpr = TILE[1]
     BLOCK_D: gl.constexpr = TILE[2]
@@ -122,6 +138,9 @@ def _load_tile(
     STAGES: gl.constexpr = TILE[4]
     K_BYTES: gl.constexpr = BLOCK_N * BLOCK_D * 2
     q_full, q_empty, k_full, k_empty = BARRIERS[0], BARRIERS[1], BARRIERS[2], BARRIERS[3]
+    batch_id, head, m_start, start_q, _length_q, used_q, start_k, used_k = _tile(
+        tile, SIZES, PACKED, BLOCK_M
+    )
     MASK = used_q, used_k, SIZES[9], SIZES[10]
     n0, n3 = _range_of_tile(m_start, MASK, BLOCK_M, BLOCK_N)
     first, stop = keys_of(0, used_q, MASK)
@@ -153,49 +172,25 @@ def _load_tile(
             first, stop, MAY_CLEAR, TILE,
         )  # fmt: skip
         it += 1
+    tile = _next(tile, SIZES, PACKED, counter, num_tiles, False, TILE)
     cleared = _load_values(
         TENSORS, BUFFERS, BARRIERS, entry_k, head_kv, start_k, n0, it, cleared, first, stop,
         MAY_CLEAR, TILE,
     )  # fmt: skip
-    return it + 1, cleared
-
-
-@gluon.jit
-def _next(tile, SIZES, PACKED, counter, num_tiles, FIRST: gl.constexpr, TILE: gl.constexpr):
-    """The program's next tile that has rows, or num_tiles."""
-    BLOCK_M: gl.constexpr = TILE[0] * 64
-    if not FIRST:
-        tile = step_tile(tile, counter, num_tiles)
-    if PACKED[0] is not None:
-        empty = tile < num_tiles
-        while empty:
-            found = _tile(tile, SIZES, PACKED, BLOCK_M)
-            empty = found[2] >= found[4]
-            if empty:
-                tile = step_tile(tile, counter, num_tiles)
-                empty = tile < num_tiles
-    return gl.minimum(tile, num_tiles)
+    return tile, it + 1, cleared
 
 
 @gluon.jit
 def _produce(GIVEN, counter, num_tiles, TILE: gl.constexpr):
     """One warp: chooses tiles and loads them."""
-    TENSORS, BUFFERS, BARRIERS, SIZES, PACKED = GIVEN
-    BLOCK_M: gl.constexpr = TILE[0] * 64
+    BUFFERS, BARRIERS, SIZES, PACKED = GIVEN[1], GIVEN[2], GIVEN[3], GIVEN[4]
     it = 0  # blocks of keys so far
     turn = 0  # tiles so far
     cleared = 0  # blocks of values with rows zeroed so far
     tile = _next(gl.program_id(0), SIZES, PACKED, counter, num_tiles, True, TILE)
     while tile < num_tiles:
         announce(tile, BUFFERS[4], BARRIERS[7], BARRIERS[8], turn)
-        batch_id, head, m_start, start_q, _length_q, used_q, start_k, used_k = _tile(
-            tile, SIZES, PACKED, BLOCK_M
-        )
-        it, cleared = _load_tile(
-            TENSORS, BUFFERS, BARRIERS, SIZES, PACKED, batch_id, head, m_start, start_q, start_k,
-            used_q, used_k, it, turn, cleared, TILE,
-        )  # fmt: skip
-        tile = _next(tile, SIZES, PACKED, counter, num_tiles, False, TILE)
+        tile, it, cleared = _load_tile(GIVEN, tile, counter, num_tiles, it, turn, cleared, TILE)
         turn += 1
     announce(num_tiles, BUFFERS[4], BARRIERS[7], BARRIERS[8], turn)
 
