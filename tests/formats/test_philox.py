@@ -7,26 +7,26 @@ from hypothesis import strategies as st
 
 from tilewise.formats.philox import keep_mask, philox4x32, threshold
 
-# kat_vectors of Random123: philox4x32 10, counter, key, result
+# kat_vectors of Random123: philox4x32 7, counter, key, result
 KNOWN = [
-    ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+    ((0, 0, 0, 0), (0, 0), (0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48)),
     (
         (0xFFFFFFFF, 0xFFFFFFFF, 0xFFFFFFFF, 0xFFFFFFFF),
         (0xFFFFFFFF, 0xFFFFFFFF),
-        (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD),
+        (0x5207DDC2, 0x45165E59, 0x4D8EE751, 0x8C52F662),
     ),
     (
         (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
         (0xA4093822, 0x299F31D0),
-        (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+        (0x4DFCCABA, 0x190A87F0, 0xC47362BA, 0xB6B5242A),
     ),
 ]
 
 
 def slow_philox(counter, key):
-    """Philox4x32-10 in Python integers, from the paper."""
+    """Philox4x32-7 in Python integers, from the paper."""
     x, k = list(counter), list(key)
-    for _ in range(10):
+    for _ in range(7):
         a, b = x[0] * 0xD2511F53, x[2] * 0xCD9E8D57
         x = [(b >> 32) ^ x[1] ^ k[0], b % 2**32, (a >> 32) ^ x[3] ^ k[1], a % 2**32]
         k = [(k[0] + 0x9E3779B9) % 2**32, (k[1] + 0xBB67AE85) % 2**32]

@@ -4,7 +4,7 @@ DROPOUT is (seed pointer or None, threshold, head, batch); a lane below threshol
 tiles are drawn in the order in which tensor cores hold an accumulator, so that each thread draws
 for its own elements and nothing is exchanged.
 
-Numerics: Philox4x32-10 with key seed and counter (8 (row // 16) + row % 8,
+Numerics: Philox4x32-7 with key seed and counter (8 (row // 16) + row % 8,
 4 (col // 16) + col % 8 // 2, head, batch).
 Source: Salmon, Moraes, Dror, Shaw, SC 2011; the layout is ours.
 """
@@ -22,7 +22,7 @@ def philox(DROPOUT, c0, c1):
     k0, k1 = key.to(tl.uint32), (key >> 32).to(tl.uint32)
     c0, c1 = tl.broadcast(c0.to(tl.uint32), c1.to(tl.uint32))
     c2, c3 = c0 * 0 + tl.cast(head, tl.uint32), c0 * 0 + tl.cast(batch_id, tl.uint32)
-    for _ in tl.static_range(10):
+    for _ in tl.static_range(7):
         # the two halves of a product of 64 bits come in one instruction
         x0, x2 = c0.to(tl.uint64) * 0xD2511F53, c2.to(tl.uint64) * 0xCD9E8D57
         c0, c1 = (x2 >> 32).to(tl.uint32) ^ c1 ^ k0, x2.to(tl.uint32)
