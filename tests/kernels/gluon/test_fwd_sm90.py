@@ -121,16 +121,31 @@ def test_the_reference_moves_when_it_must(grows, dtype, d, assert_forward_agrees
     assert_forward_agrees(inputs | {"causal": True})
 
 
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_rows_with_scores_of_hundreds_beside_others(dtype, d, assert_forward_agrees):
+    """By 16, a warp's, and one by one."""
+    i = torch.arange(130)
+    large = (i // 16 % 2 == 0) & (i < 64) | (i % 5 == 0)
+    inputs = qkv(130, 700, d=d, dtype=dtype)
+    inputs["q"] = inputs["q"] * torch.where(large, 150.0, 1.0)[:, None, None].to(dtype)
+    assert_forward_agrees(inputs)
+    assert_forward_agrees(inputs | {"causal": True, "window_size": (300, 0)})
+
+
+@pytest.mark.parametrize("d", [64, 128])
 @pytest.mark.parametrize(
-    "steps", [[80, 196, 207], [80, 194, 204], [100, 90], [-90, 20, 200]], ids=str
+    "steps",
+    [[80, 196, 207], [80, 194, 204], [100, 90], [-90, 20, 200], [300, 180, 420], [-300, -90, 250]],
+    ids=str,
 )
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("small", [False, True], ids=["", "small values"])
-def test_scores_that_jump(small, dtype, steps, assert_forward_agrees):
+def test_scores_that_jump(small, dtype, steps, d, assert_forward_agrees):
     """Base 2, block by block as they are visited, the second one long, one key in the last."""
     size = 1.0 if not small else 2.0**-12 if dtype == torch.float16 else 2.0**-70
     levels = [steps[0], *[steps[1]] * 15, *steps[2:]]
-    inputs = qkv(64, 64 * len(levels), d=64, dtype=dtype)
+    inputs = qkv(64, 64 * len(levels), d=d, dtype=dtype)
     inputs["q"] = torch.zeros_like(inputs["q"]).index_fill_(-1, torch.tensor([0]), 1.0)
     scores = torch.tensor(levels[::-1], dtype=torch.float32).repeat_interleave(64)
     scores[1 : 64 * (len(steps) - 2)] = 0.0
