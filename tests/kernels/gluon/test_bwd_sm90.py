@@ -21,13 +21,14 @@ def test_windows(window, d, assert_gradients_agree):
     assert_gradients_agree(qkv(300, 300, d=d) | {"window_size": window})
 
 
+@pytest.mark.parametrize("d", [64, 128])
 @pytest.mark.parametrize("programs", [1, 2, 7, 132])
-def test_any_number_of_programs(programs, monkeypatch, assert_gradients_agree):
+def test_any_number_of_programs(programs, d, monkeypatch, assert_gradients_agree):
     """Each takes many tiles, or one, or there are more than tiles; some tiles do not exist."""
     monkeypatch.setattr(counters, "_multiprocessors", lambda index: programs)
     bounds = [0, 130, 130, 131, 460, 460, 600]
-    assert_gradients_agree(packed(bounds, bounds, h=2, hk=1, d=64) | {"causal": True})
-    assert_gradients_agree(qkv(140, 290, h=2, hk=2, d=64))
+    assert_gradients_agree(packed(bounds, bounds, h=2, hk=1, d=d) | {"causal": True})
+    assert_gradients_agree(qkv(140, 290, h=2, hk=2, d=d))
 
 
 @pytest.mark.parametrize("d", [8, 40, 80])
