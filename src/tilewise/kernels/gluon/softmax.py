@@ -114,7 +114,7 @@ def softmax(
 
 @gluon.jit
 def is_wild(m_i, l_i, scalar, REGISTER: gl.constexpr):
-    """Whether a row of the warp has a first reference above 2^7: scores so large may well grow by
+    """Whether a row of the warp has a first reference beyond +-2^7: scores so large may well grow by
     more than a reference has room for, and that again and again."""
     rows: gl.constexpr = gl.SliceLayout(1, l_i.type.layout)
     top = gl.abs(gl.where(m_i == NEG_INF, 0.0, m_i))
