@@ -114,8 +114,8 @@ def softmax(
 
 @gluon.jit
 def is_wild(m_i, l_i, scalar, REGISTER: gl.constexpr):
-    """Whether a row of the warp has a first reference beyond +-2^7: scores so large may well grow by
-    more than a reference has room for, and that again and again."""
+    """Whether a row of the warp has a first reference beyond +-2^7: scores so large may well grow
+    by more than a reference has room for, and that again and again."""
     rows: gl.constexpr = gl.SliceLayout(1, l_i.type.layout)
     top = gl.abs(gl.where(m_i == NEG_INF, 0.0, m_i))
     top = gl.convert_layout(top, rows, assert_trivial=True)[:, None]
