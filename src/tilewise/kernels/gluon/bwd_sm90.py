@@ -99,32 +99,44 @@ def _load_tile(GIVEN, tile, counter, num_tiles, it, turn, cleared, TILE: gl.cons
     begin = _begin(n_start, m3 - m0, TILE)
     blocks = (m3 - m0) // ROWS
     steps = blocks * SIZES[2]
-    for n in range(0, steps):
+    chosen = gl.minimum(gl.maximum(steps - LEAD, 1), steps)  # how many blocks before the next tile
+    if steps > 0:
+        cleared = _load_blocks(GIVEN, FOUND, begin, 0, 1, it, cleared, MAY_CLEAR, TILE)
+    mbarrier.wait(k_empty.index(slot), phase)
+    if steps > 0:
+        cleared = _load_keys(
+            TENSORS[1], entry_k, start_k, head_kv, n_start, BUFFERS[2], slot, k_full.index(slot),
+            clear, cleared, first, stop, MAY_CLEAR, BLOCK_D,
+        )  # fmt: skip
+    mbarrier.wait(v_empty.index(slot), phase)
+    if steps > 0:
+        cleared = _load_keys(
+            TENSORS[2], entry_k, start_k, head_kv, n_start, BUFFERS[3], slot, v_full.index(slot),
+            clear, cleared, first, stop, MAY_CLEAR, BLOCK_D,
+        )  # fmt: skip
+    else:  # the gradients are 0
+        mbarrier.arrive(k_full.index(slot), count=1)
+        mbarrier.arrive(v_full.index(slot), count=1)
+    cleared = _load_blocks(GIVEN, FOUND, begin, 1, chosen, it, cleared, MAY_CLEAR, TILE)
+    tile = _next_tile(tile, SIZES, PACKED, counter, num_tiles, False)
+    cleared = _load_blocks(GIVEN, FOUND, begin, chosen, steps, it, cleared, MAY_CLEAR, TILE)
+    return tile, it + gl.maximum(steps, 0), cleared
+
+
+@gluon.jit
+def _load_blocks(
+    GIVEN, FOUND, begin, n_from, n_to, it, cleared, MAY_CLEAR: gl.constexpr, TILE: gl.constexpr
+):
+    """A tile's blocks of rows [n_from, n_to), counted over the heads of its group."""
+    GROUP = GIVEN[3][2]
+    head_kv, m0, m3 = FOUND[1], FOUND[8], FOUND[11]
+    blocks = (m3 - m0) // ROWS
+    for n in range(n_from, n_to):
         m_start = _turned(m0 + n % blocks * ROWS, begin, m0, m3, TILE)
         cleared = _load_rows(
-            GIVEN, FOUND, head_kv * SIZES[2] + n // blocks, m_start, it + n, cleared, MAY_CLEAR,
-            TILE,
-        )  # fmt: skip
-        if n == 0:
-            mbarrier.wait(k_empty.index(slot), phase)
-            cleared = _load_keys(
-                TENSORS[1], entry_k, start_k, head_kv, n_start, BUFFERS[2], slot,
-                k_full.index(slot), clear, cleared, first, stop, MAY_CLEAR, BLOCK_D,
-            )  # fmt: skip
-            mbarrier.wait(v_empty.index(slot), phase)
-            cleared = _load_keys(
-                TENSORS[2], entry_k, start_k, head_kv, n_start, BUFFERS[3], slot,
-                v_full.index(slot), clear, cleared, first, stop, MAY_CLEAR, BLOCK_D,
-            )  # fmt: skip
-        if n == gl.maximum(steps - LEAD, 0):
-            tile = _next_tile(tile, SIZES, PACKED, counter, num_tiles, False)
-    if steps <= 0:  # the gradients are 0
-        mbarrier.wait(k_empty.index(slot), phase)
-        mbarrier.arrive(k_full.index(slot), count=1)
-        mbarrier.wait(v_empty.index(slot), phase)
-        mbarrier.arrive(v_full.index(slot), count=1)
-        tile = _next_tile(tile, SIZES, PACKED, counter, num_tiles, False)
-    return tile, it + gl.maximum(steps, 0), cleared
+            GIVEN, FOUND, head_kv * GROUP + n // blocks, m_start, it + n, cleared, MAY_CLEAR, TILE
+        )
+    return cleared
 
 
 @gluon.jit
