@@ -3,7 +3,14 @@
 import triton
 import triton.language as tl
 
-from .tiles import clear_slack, padded_statistics_of, rows_of_sequence, source, store_rows
+from .tiles import (
+    clear_slack,
+    padded_statistics_of,
+    rows_of_program,
+    rows_of_sequence,
+    source,
+    store_rows,
+)
 
 
 @triton.jit(do_not_specialize=["batch", "nheads", "seqlen_q", "total_q", "num_m_blocks"])
@@ -30,9 +37,7 @@ def flash_bwd_convert_kernel(
     Numerics: one rounding.
     Source: ours; the order is that of ``gluon.bwd_steps_sm90.in_register_order``.
     """
-    m_block = tl.program_id(0) % num_m_blocks
-    head = tl.program_id(0) // num_m_blocks % nheads
-    batch_id = tl.program_id(0) // num_m_blocks // nheads
+    m_block, head, batch_id = rows_of_program(num_m_blocks, nheads)
     start, length, used = rows_of_sequence(batch_id, cu_seqlens_q, seqused_q, seqlen_q, total_q)
     clear_slack(
         dq, dq_strides, batch_id, batch, head, m_block, num_m_blocks, cu_seqlens_q, total_q,

@@ -8,10 +8,10 @@ from .tiles import (
     STATISTICS_BLOCK,
     load_rows,
     padded_statistics_of,
+    rows_of_program,
     rows_of_sequence,
     source,
     statistics_of,
-    tile_of_program,
 )
 
 
@@ -53,9 +53,7 @@ def flash_bwd_preprocess_kernel(
     Source: Dao 2023, "FlashAttention-2", Algorithm 2, line 4; dlse is ours: d lse_i / d s_ij is
         p_ij, so that it joins delta with the opposite sign.
     """
-    m_block, head_id = tile_of_program(tl.program_id(0), num_m_blocks, batch * nheads, 1, False)
-    batch_id = head_id // nheads
-    head = head_id % nheads
+    m_block, head, batch_id = rows_of_program(num_m_blocks, nheads)
     start, length, used = rows_of_sequence(batch_id, cu_seqlens_q, seqused_q, seqlen_q, total_q)
     BLOCK_M: tl.constexpr = STATISTICS_BLOCK
     m_start = m_block * BLOCK_M
