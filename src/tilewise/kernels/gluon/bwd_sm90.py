@@ -197,11 +197,20 @@ def _load_keys(
     return cleared
 
 
+@gluon.constexpr_function
+def _order(block_d, left, right):
+    """In which order a tile's blocks of rows follow: as they stand (0), from one of its own and
+    round (1), from the last one (2)."""
+    if left or (right and block_d == 64) or (not right and block_d > 64):
+        return 0
+    return 2 if right else 1
+
+
 @gluon.jit
 def _begin(n_start, rows, TILE: gl.constexpr):
     """How far into its rows a tile begins, to go round once where TILE says so. Without a mask all
     programs of a head add to the same rows of dQ at the same time, which narrow heads wait for."""
-    if TILE[4]:
+    if TILE[4] == 1:
         return n_start % gl.maximum(rows, ROWS)
     else:
         return 0
@@ -209,10 +218,13 @@ def _begin(n_start, rows, TILE: gl.constexpr):
 
 @gluon.jit
 def _turned(m_start, begin, m_from, m_to, TILE: gl.constexpr):
-    """The rows in m_start's place of those of [m_from, m_to), which are begun at ``begin``."""
-    if TILE[4]:
+    """The rows in m_start's place of those of [m_from, m_to), which are begun at ``begin``, or at
+    the end."""
+    if TILE[4] == 1:
         m_start += begin
         m_start = gl.where(m_start < m_to, m_start, m_start - (m_to - m_from))
+    elif TILE[4] == 2:
+        m_start = m_to - ROWS - (m_start - m_from)
     return m_start
 
 
@@ -330,14 +342,20 @@ def _consume(
                 DROPOUT = seed, dropout_threshold, head, batch_id
                 PLACE = batch_id, head, start_q, n_start, keys, begin
                 state = x, dk, dv, st, parity, bit, dq_row, left
-                state = _visit(
-                    state, k_a, v_a, m0, m1, GIVEN, PLACE, SCORE, MASK, DROPOUT, keep_scale, True,
-                    CONSUMER, TILE, APPROX_TANH,
-                )  # fmt: skip
+                if TILE[4] != 2:
+                    state = _visit(
+                        state, k_a, v_a, m0, m1, GIVEN, PLACE, SCORE, MASK, DROPOUT, keep_scale,
+                        True, CONSUMER, TILE, APPROX_TANH,
+                    )  # fmt: skip
                 state = _visit(
                     state, k_a, v_a, m1, whole, GIVEN, PLACE, SCORE, MASK, DROPOUT, keep_scale,
                     False, CONSUMER, TILE, APPROX_TANH,
                 )  # fmt: skip
+                if TILE[4] == 2:
+                    state = _visit(
+                        state, k_a, v_a, m0, m1, GIVEN, PLACE, SCORE, MASK, DROPOUT, keep_scale,
+                        True, CONSUMER, TILE, APPROX_TANH,
+                    )  # fmt: skip
                 if SIZES[9] is not None:
                     state = _visit(
                         state, k_a, v_a, whole, m3, GIVEN, PLACE, SCORE, MASK, DROPOUT, keep_scale,
@@ -459,8 +477,8 @@ def flash_bwd_sm90_kernel(
         zero before, by TMA in the order of arrival: its last bits differ from run to run.
     Source: Shah and others 2024, "FlashAttention-3", Algorithm 3; dQ by TMA reduction as there.
     """
-    GO_ROUND: gl.constexpr = BLOCK_D == 64 and window_left is None and window_right is None
-    TILE: gl.constexpr = (BLOCK_D, STAGES, BY_MBARRIER, KEY_STAGES, GO_ROUND)
+    ORDER: gl.constexpr = _order(BLOCK_D, window_left is not None, window_right is not None)
+    TILE: gl.constexpr = (BLOCK_D, STAGES, BY_MBARRIER, KEY_STAGES, ORDER)
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, ROWS], q.dtype)
     q_s = gl.allocate_shared_memory(q.dtype, [STAGES, 1, ROWS, 1, BLOCK_D], q.layout)
     do_s = gl.allocate_shared_memory(q.dtype, [STAGES, 1, ROWS, 1, BLOCK_D], dout.layout)

@@ -8,7 +8,7 @@ BUFFERS  (q, dout, k, v, lse, delta, ds, dq, tile, dk): shared memory; q, dout, 
 BARRIERS (k_full, v_full, q_full, dout_full, empty, ds_full, clear, k_empty, tile_full,
           tile_empty, v_empty)
 SIZES and PACKED are as in ``gradient``.
-TILE     (BLOCK_D, STAGES, BY_MBARRIER, KEY_STAGES, GO_ROUND)
+TILE     (BLOCK_D, STAGES, BY_MBARRIER, KEY_STAGES, ORDER)
 PLACE    (batch_id, head, start_q, n_start, keys, begin): where a warpgroup's tiles lie, the keys'
          halves in shared memory, and how far into its rows a tile begins
 STATE    (x, dk, dv, st, parity, bit, dq_row, left): S^T in flight and the accumulators, where
