@@ -438,6 +438,7 @@ def _philox(DROPOUT: Any, c0: Any, c1: Any) -> Any:
 _ASM = {
     "philox": _philox,
     "exp2": _exp2,
+    "exp2_subnormal": lambda x: tile(torch.exp2(x)),
     "rescale": _rescale,
     "any_above": _any_above,
     "block_boundary": lambda length: None,

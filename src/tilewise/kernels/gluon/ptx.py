@@ -47,6 +47,14 @@ def exp2(x):
     )
 
 
+@gluon.jit
+def exp2_subnormal(x):
+    """2^x with subnormal results: a few instructions."""
+    return gl.inline_asm_elementwise(
+        "ex2.approx.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
 @gluon.constexpr_function
 def _rescale(n):
     # of a thread's n elements, two lie in its first row, two in its second, and so on
