@@ -23,6 +23,7 @@ import torch
 from tilewise.formats.philox import philox4x32
 
 PATIENCE = 20.0
+side_by_side = False  # whether the programs of a grid run at once
 slow: frozenset[int] = frozenset()  # numbers of warp groups that dawdle at each barrier; -1 is last
 _of_thread = threading.local()
 
@@ -439,6 +440,27 @@ def _philox(DROPOUT: Any, c0: Any, c1: Any) -> Any:
 
 
 # What is asm, or words of 32 bits, in a kernel, by the name of its function.
+_adding = threading.Lock()
+
+
+def _add(part: torch.Tensor, x: torch.Tensor) -> None:
+    with _adding:
+        part.add_(x)
+
+
+def _wait_turn(place: Pointer, turn: Any, due: Any) -> None:
+    until = time.monotonic() + 2 * PATIENCE
+    while bool(due) and int(_load(place)) != int(turn):
+        assert time.monotonic() < until, f"turn {int(turn)} did not come"
+        time.sleep(1e-4)
+
+
+def _pass_turn(place: Pointer, turn: Any, due: Any, BARRIER: int) -> None:
+    _store_wait(0)
+    if bool(due):
+        _store(place, builtins.max(int(_load(place)), int(turn)))
+
+
 _ASM = {
     "philox": _philox,
     "exp2": _exp2,
@@ -448,13 +470,15 @@ _ASM = {
     "warpgroup_above": _warpgroup_above,
     "block_boundary": lambda length: None,
     "opaque_zero": lambda x: 0,
+    "wait_turn": _wait_turn,
+    "pass_turn": _pass_turn,
     "_tanh": _tanh,
 }
 _HOPPER = {
     "mbarrier": _mbarrier,
     "async_load": _async_load,
     "async_store": _late(torch.Tensor.copy_),
-    "async_add": _late(torch.Tensor.add_),
+    "async_add": _late(_add),
     "store_wait": _store_wait,
     "fence_async_shared": lambda: None,
     "warpgroup_mma": _warpgroup_mma,
@@ -502,7 +526,7 @@ class _Python:
 
 
 def run(kernel: Any, programs: int, arguments: dict[str, Any]) -> None:
-    """Runs the programs of a grid one after another.
+    """Runs the programs of a grid, one after another or, if ``side_by_side``, at once.
 
     Args:
         kernel: a Gluon kernel.
@@ -517,6 +541,20 @@ def run(kernel: Any, programs: int, arguments: dict[str, Any]) -> None:
 
     values = [given(arguments[name]) for name in kernel.arg_names]
     lock = threading.Lock()
-    for program in range(programs):
-        function = _Python(_language(program, programs, lock)).function(kernel)
-        function(*values)
+    errors: list[BaseException] = []
+
+    def start(program: int) -> None:
+        try:
+            _Python(_language(program, programs, lock)).function(kernel)(*values)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=start, args=(n,), daemon=True) for n in range(programs)]
+    for thread in threads:
+        thread.start()
+        if not side_by_side:
+            thread.join()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]

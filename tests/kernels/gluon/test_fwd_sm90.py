@@ -136,8 +136,17 @@ def test_rows_with_scores_of_hundreds_beside_others(dtype, d, assert_forward_agr
 @pytest.mark.parametrize("d", [64, 128])
 @pytest.mark.parametrize(
     "steps",
-    [[80, 196, 207], [80, 194, 204], [100, 90], [-90, 20, 200], [300, 180, 420], [-300, -90, 250],
-     [80, 186, 229], [80, 192, 292], [-100, 54, 216]],
+    [
+        [80, 196, 207],
+        [80, 194, 204],
+        [100, 90],
+        [-90, 20, 200],
+        [300, 180, 420],
+        [-300, -90, 250],
+        [80, 186, 229],
+        [80, 192, 292],
+        [-100, 54, 216],
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ...core.problem import VARLEN, AttentionProblem
 from ...kernels import compat
-from ...kernels.gluon.bwd_sm90 import KEYS, flash_bwd_sm90_kernel
-from ...kernels.gluon.bwd_steps_sm90 import ROWS
+from ...kernels.gluon.bwd_sm90 import flash_bwd_sm90_kernel
+from ...kernels.gluon.bwd_steps_sm90 import KEYS, ROWS
 from ...kernels.triton.bwd_convert import flash_bwd_convert_kernel
 from ..base import AttentionTensors, Backward, Gradients, Wanted
 from ..triton import launch
@@ -25,17 +25,16 @@ BLOCK_N: int = KEYS.value
 
 
 def takes(p: AttentionProblem) -> bool:
-    """Whether the one pass can compute a call: heads up to 128 wide, of one width, in any order
-    of additions."""
+    """Whether the one pass can compute a call: heads up to 128 wide, of one width."""
     return (
         p.head_dim == p.head_dim_v
         and p.head_dim <= 128
-        and not p.deterministic
         and p.batch * p.nheads * p.seqlen_q * p.seqlen_k > 0
     )
 
 
-BACKWARD = (*NAMES, "dq_sum", "counter")
+BACKWARD = (*NAMES, "dq_sum", "turns", "counter")
+TILES_OF_LAST = 3  # for each program, of the last heads' section: long ones, of whole groups
 
 
 def backward(
@@ -51,6 +50,7 @@ def backward(
     heads, rows = statistics_shape(p, tensors.q)
     shape = (heads * rows * block_d // 32, 32)
     new_sum = launch.room(shape, torch.float32, device)
+    new_turns = launch.room((heads * rows // BLOCK_M * 2,), torch.int32, device)
     fits = launch.suits_tma(dout)
 
     def make(call: Call) -> list[Launch]:
@@ -71,7 +71,7 @@ def backward(
         dq, dk, dv = new_dq(), new_dk(), new_dv()
         call = (
             *t, out, lse, dout, dlse, new_lse(), new_delta(), dq, dk, dv, new_sum(),
-            counters.counter_of(device),
+            new_turns() if p.deterministic else None, counters.counter_of(device),
         )  # fmt: skip
         plan(call)
         if p.softmax_scale < 0:
@@ -87,10 +87,10 @@ def backward(
 def _one_pass(p: AttentionProblem, call: Call, block_d: int) -> Launch:
     t = launch.tensors_of(call)
 
-    def rows_of(name: str, rows: int) -> Of:
+    def rows_of(name: str, rows: int, columns: int = block_d) -> Of:
         x = call[name]
         assert x is not None
-        return Of(name, launch.descriptor(x, rows, block_d, compat.shared_descriptor))
+        return Of(name, launch.descriptor(x, rows, columns, compat.shared_descriptor))
 
     def flat(name: str, argument: str, block: list[int], swizzled: bool) -> Of:
         x = call[name]
@@ -100,14 +100,17 @@ def _one_pass(p: AttentionProblem, call: Call, block_d: int) -> Launch:
 
     num_n_blocks = -(-p.seqlen_k // BLOCK_N)
     num_tiles = num_n_blocks * p.nheads_kv * p.batch
+    programs = counters.programs(num_tiles, t.q.device)
     group_bytes = p.group * p.seqlen_q * block_d * (2 + 2 + 4)  # of Q, dO and dq_sum
+    section = launch.section(p, p.nheads_kv, group_bytes)
     dk, dv = call["dk"], call["dv"]
     assert dk is not None and dv is not None
     arguments: dict[str, Any] = {
         **launch.shared_arguments(p, t),
         "q": rows_of("q", BLOCK_M),
         "dout": rows_of("dout", BLOCK_M),
-        **{name: rows_of(name, 64) for name in ("k", "v", "dk", "dv")},
+        **{name: rows_of(name, 64) for name in ("k", "v", "dk")},
+        "dv": rows_of("dv", 64, 64),  # of wide heads, by halves
         "lse": flat("lse_padded", "lse", [1, BLOCK_M], False),
         "delta": flat("delta", "delta", [1, BLOCK_M], False),
         "dq": flat("dq_sum", "dq", [block_d, 32], True),
@@ -115,22 +118,24 @@ def _one_pass(p: AttentionProblem, call: Call, block_d: int) -> Launch:
         "dv_rows": Of("dv") if p.layout == VARLEN else None,
         "dk_strides": launch.strides(dk),
         "dv_strides": launch.strides(dv),
+        "turns": Of("turns") if p.deterministic else None,
         "counter": Of("counter"),
         "num_n_blocks": num_n_blocks,
         "num_tiles": num_tiles,
-        "section": launch.section(p, p.nheads_kv, group_bytes),
+        "section": section,
+        "sectioned": counters.in_sections(
+            p.nheads_kv * p.batch, section, num_n_blocks, TILES_OF_LAST * programs
+        ),
         "grad_scale": abs(p.softmax_scale),
         "BLOCK_D": block_d,
         "STAGES": 3 if block_d == 64 else 2,
-        "BY_MBARRIER": p.mask.window_right is not None,
-        "KEY_STAGES": 2 if block_d == 64 else 1,
+        "BY_MBARRIER": p.mask.window_right is not None or p.deterministic,
         "CONSUMER_REGISTERS": 240,
         "PRODUCER_REGISTERS": 24,
         "APPROX_TANH": launch.approx_tanh(t.q),
     }
     options = compat.launch_options(num_warps=4, num_stages=1, maxnreg=168)
-    grid = counters.programs(num_tiles, t.q.device)
-    return Launch(flash_bwd_sm90_kernel, grid, arguments, options)
+    return Launch(flash_bwd_sm90_kernel, programs, arguments, options)
 
 
 def _convert(p: AttentionProblem, call: Call, block_d: int) -> Launch:

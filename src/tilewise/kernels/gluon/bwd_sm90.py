@@ -11,10 +11,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..triton import score, tiles
 from .bwd_steps_sm90 import (
+    KEYS,
     ROWS,
+    add_dq,
     dq_of,
     in_register_order,
     narrow_step,
+    pass_dq,
     place_of_dq,
     rows_of_stage,
     wide_step,
@@ -23,7 +26,7 @@ from .gradient import block_of_keys, statistics_place
 from .ptx import bar_sync, opaque_zero
 from .rows import clear_slack, load_clear, load_with_statistic, store_tile
 from .schedule import announce, step_tile, told
-from .tma import async_add, async_load, store_wait
+from .tma import async_load, store_wait
 from .twins import twin
 
 keys_of = twin(tiles.keys_of)
@@ -31,24 +34,23 @@ rows_of = twin(tiles.rows_of)
 slope_of = twin(score.slope_of)
 
 # TENSORS, BUFFERS and the like are as ``bwd_steps_sm90`` says.
-KEYS: gl.constexpr = gl.constexpr(128)
 LEAD: gl.constexpr = gl.constexpr(4)  # blocks of rows to go when the next tile is chosen
 
 # ------------------------------------------------------------------------------- producer
 
 
 @gluon.jit
-def _next_tile(tile, SIZES, PACKED, counter, num_tiles, FIRST: gl.constexpr):
+def _next_tile(tile, SIZES, PACKED, counter, num_tiles, FIRST: gl.constexpr, ORDERED: gl.constexpr):
     """The program's next block of keys that there is, or num_tiles."""
-    if not FIRST:
-        tile = step_tile(tile, counter, num_tiles)
+    if ORDERED or not FIRST:
+        tile = step_tile(tile, counter, num_tiles, ORDERED)
     if PACKED[1] is not None:
         empty = tile < num_tiles
         while empty:
             found = block_of_keys(tile, SIZES, PACKED, ROWS, KEYS)
             empty = found[2] >= found[6]
             if empty:
-                tile = step_tile(tile, counter, num_tiles)
+                tile = step_tile(tile, counter, num_tiles, ORDERED)
                 empty = tile < num_tiles
     return gl.minimum(tile, num_tiles)
 
@@ -60,7 +62,7 @@ def _produce(GIVEN, counter, num_tiles, TILE: gl.constexpr):
     it = 0  # blocks of rows so far
     turn = 0  # tiles so far
     cleared = 0  # tiles with rows zeroed so far
-    tile = _next_tile(gl.program_id(0), SIZES, PACKED, counter, num_tiles, True)
+    tile = _next_tile(gl.program_id(0), SIZES, PACKED, counter, num_tiles, True, TILE[4])
     while tile < num_tiles:
         announce(tile, BUFFERS[8], BARRIERS[8], BARRIERS[9], turn)
         tile, it, cleared = _load_tile(GIVEN, tile, counter, num_tiles, it, turn, cleared, TILE)
@@ -75,7 +77,7 @@ def _load_tile(GIVEN, tile, counter, num_tiles, it, turn, cleared, TILE: gl.cons
     that it goes to a program that has time, and early enough not to be waited for."""
     TENSORS, BUFFERS, BARRIERS, SIZES, PACKED = GIVEN
     BLOCK_D: gl.constexpr = TILE[0]
-    KEY_STAGES: gl.constexpr = TILE[3]
+    VALUE_STAGES: gl.constexpr = 2 if BLOCK_D == 64 else 1
     k_full, v_full, clear = BARRIERS[0], BARRIERS[1], BARRIERS[6]
     k_empty, v_empty = BARRIERS[7], BARRIERS[10]
     FOUND = block_of_keys(tile, SIZES, PACKED, ROWS, KEYS)
@@ -94,31 +96,31 @@ def _load_tile(GIVEN, tile, counter, num_tiles, it, turn, cleared, TILE: gl.cons
     first, stop = keys_of(0, used_q, MASK)
     if PACKED[1] is None and PACKED[3] is None:  # past a dense tensor's end TMA fills with 0
         stop = gl.maximum(stop, n_start + KEYS)
-    slot = turn % KEY_STAGES
-    phase = turn // KEY_STAGES & 1 ^ 1
+    slot = turn % 2
+    value_slot = turn % VALUE_STAGES
     begin = _begin(n_start, m3 - m0, TILE)
     blocks = (m3 - m0) // ROWS
     steps = blocks * SIZES[2]
     chosen = gl.minimum(gl.maximum(steps - LEAD, 1), steps)  # how many blocks before the next tile
     if steps > 0:
         cleared = _load_blocks(GIVEN, FOUND, begin, 0, 1, it, cleared, MAY_CLEAR, TILE)
-    mbarrier.wait(k_empty.index(slot), phase)
+    mbarrier.wait(k_empty.index(slot), turn // 2 & 1 ^ 1)
     if steps > 0:
         cleared = _load_keys(
             TENSORS[1], entry_k, start_k, head_kv, n_start, BUFFERS[2], slot, k_full.index(slot),
             clear, cleared, first, stop, MAY_CLEAR, BLOCK_D,
         )  # fmt: skip
-    mbarrier.wait(v_empty.index(slot), phase)
+    mbarrier.wait(v_empty.index(value_slot), turn // VALUE_STAGES & 1 ^ 1)
     if steps > 0:
         cleared = _load_keys(
-            TENSORS[2], entry_k, start_k, head_kv, n_start, BUFFERS[3], slot, v_full.index(slot),
-            clear, cleared, first, stop, MAY_CLEAR, BLOCK_D,
+            TENSORS[2], entry_k, start_k, head_kv, n_start, BUFFERS[3], value_slot,
+            v_full.index(value_slot), clear, cleared, first, stop, MAY_CLEAR, BLOCK_D,
         )  # fmt: skip
     else:  # the gradients are 0
         mbarrier.arrive(k_full.index(slot), count=1)
-        mbarrier.arrive(v_full.index(slot), count=1)
+        mbarrier.arrive(v_full.index(value_slot), count=1)
     cleared = _load_blocks(GIVEN, FOUND, begin, 1, chosen, it, cleared, MAY_CLEAR, TILE)
-    tile = _next_tile(tile, SIZES, PACKED, counter, num_tiles, False)
+    tile = _next_tile(tile, SIZES, PACKED, counter, num_tiles, False, TILE[4])
     cleared = _load_blocks(GIVEN, FOUND, begin, chosen, steps, it, cleared, MAY_CLEAR, TILE)
     return tile, it + gl.maximum(steps, 0), cleared
 
@@ -198,9 +200,11 @@ def _load_keys(
 
 
 @gluon.constexpr_function
-def _order(block_d, left, right):
+def _order(block_d, left, right, ordered):
     """In which order a tile's blocks of rows follow: as they stand (0), from one of its own and
     round (1), from the last one (2)."""
+    if ordered:
+        return 2  # where a tile waits least for the one before, whose rows are the earlier ones
     if left or (right and block_d == 64) or (not right and block_d > 64):
         return 0
     return 2 if right else 1
@@ -210,7 +214,7 @@ def _order(block_d, left, right):
 def _begin(n_start, rows, TILE: gl.constexpr):
     """How far into its rows a tile begins, to go round once where TILE says so. Without a mask all
     programs of a head add to the same rows of dQ at the same time, which narrow heads wait for."""
-    if TILE[4] == 1:
+    if TILE[3] == 1:
         return n_start % gl.maximum(rows, ROWS)
     else:
         return 0
@@ -220,10 +224,10 @@ def _begin(n_start, rows, TILE: gl.constexpr):
 def _turned(m_start, begin, m_from, m_to, TILE: gl.constexpr):
     """The rows in m_start's place of those of [m_from, m_to), which are begun at ``begin``, or at
     the end."""
-    if TILE[4] == 1:
+    if TILE[3] == 1:
         m_start += begin
         m_start = gl.where(m_start < m_to, m_start, m_start - (m_to - m_from))
-    elif TILE[4] == 2:
+    elif TILE[3] == 2:
         m_start = m_to - ROWS - (m_start - m_from)
     return m_start
 
@@ -257,6 +261,13 @@ def _visit(
 
 
 @gluon.jit
+def _columns(x, HALF: gl.constexpr, layout: gl.constexpr):
+    """Columns 64 HALF to 64 HALF + 63 of a tile of 128."""
+    halves = gl.split(gl.permute(gl.reshape(x, [64, 2, 64]), [0, 2, 1]))
+    return gl.convert_layout(halves[HALF], layout, assert_trivial=True)
+
+
+@gluon.jit
 def _consume(
     GIVEN, OPERANDS, RESULTS, num_tiles, CONSUMER: gl.constexpr, TILE: gl.constexpr,
     APPROX_TANH: gl.constexpr,
@@ -275,8 +286,9 @@ def _consume(
     dk_rows, dv_rows, dk_strides, dv_strides = RESULTS
     k_s, v_s, ds_s, dq_s = BUFFERS[2], BUFFERS[3], BUFFERS[6], BUFFERS[7]
     k_full, v_full, q_full, ds_full = BARRIERS[0], BARRIERS[1], BARRIERS[2], BARRIERS[5]
-    k_empty, v_empty, dk_s = BARRIERS[7], BARRIERS[10], BUFFERS[9]
-    KEY_STAGES: gl.constexpr = TILE[3]
+    k_empty, v_empty = BARRIERS[7], BARRIERS[10]
+    VALUE_STAGES: gl.constexpr = 2 if NARROW else 1
+    CUT_ON_THE_RIGHT: gl.constexpr = 2 if TILE[3] == 2 else 0  # where in a tile such blocks are
     st, parity, bit = 0, 0, 0
     if NARROW:
         bit = 1
@@ -289,18 +301,19 @@ def _consume(
         n_start = n_block + CONSUMER * 64
         MASK = used_q, used_k, SIZES[9], SIZES[10]
         begin = _begin(n_block, m3 - m0, TILE)
-        slot = turn % KEY_STAGES
+        slot = turn % 2
         keys = slot * 2
+        value_slot = turn % VALUE_STAGES
+        value_phase = turn // VALUE_STAGES & 1
         dk = gl.full([64, BLOCK_D], 0.0, gl.float32, d_layout)
         dv = gl.full([64, BLOCK_D], 0.0, gl.float32, d_layout)
-        phase = turn // KEY_STAGES & 1
-        mbarrier.wait(k_full.index(slot), phase)
+        mbarrier.wait(k_full.index(slot), turn // 2 & 1)
         if NARROW:
-            mbarrier.wait(v_full.index(slot), phase)
-        store_wait(0)  # what was to go out of the tile before
-        if KEY_STAGES == 2:
-            mbarrier.arrive(k_empty.index(slot ^ 1), count=1, pred=turn > 0)
-            mbarrier.arrive(v_empty.index(slot ^ 1), count=1, pred=turn > 0)
+            mbarrier.wait(v_full.index(value_slot), value_phase)
+        store_wait(0)  # dK and dV of the tile before
+        mbarrier.arrive(k_empty.index(slot ^ 1), count=1, pred=turn > 0)
+        if NARROW:
+            mbarrier.arrive(v_empty.index(value_slot ^ 1), count=1, pred=turn > 0)
         if m0 < m3:
             mbarrier.wait(q_full.index(st), parity)
             nothing = gl.full([64, ROWS], 0.0, gl.float32, s_layout)
@@ -308,7 +321,7 @@ def _consume(
             q, _do = rows_of_stage(BUFFERS, st, BLOCK_D)
             x = warpgroup_mma(k, q.permute([1, 0]), nothing, use_acc=False, is_async=True)
             if not NARROW:
-                mbarrier.wait(v_full.index(slot), phase)
+                mbarrier.wait(v_full.index(0), value_phase)
             # the first step adds zeros in place of dQ of a block before
             k_a, v_a = None, None
             if NARROW:
@@ -322,7 +335,8 @@ def _consume(
                 dq_s.index(CONSUMER).store(gl.full([BLOCK_D, 32], 0.0, gl.float32, plain))
             first = head_kv * SIZES[2]
             dq_row = place_of_dq((batch_id, first, start_q, n_start), m0, GIVEN, CONSUMER, TILE)
-            left = (m3 - m0) // ROWS * SIZES[2]
+            steps = (m3 - m0) // ROWS * SIZES[2]
+            left = steps
             whole = m3
             if SIZES[9] is not None:
                 whole = m2
@@ -340,27 +354,24 @@ def _consume(
                     None,
                 )
                 DROPOUT = seed, dropout_threshold, head, batch_id
-                PLACE = batch_id, head, start_q, n_start, keys, begin
+                PLACE = batch_id, head, start_q, n_start, keys, begin, steps
                 state = x, dk, dv, st, parity, bit, dq_row, left
-                if TILE[4] != 2:
-                    state = _visit(
-                        state, k_a, v_a, m0, m1, GIVEN, PLACE, SCORE, MASK, DROPOUT, keep_scale,
-                        True, CONSUMER, TILE, APPROX_TANH,
-                    )  # fmt: skip
-                state = _visit(
-                    state, k_a, v_a, m1, whole, GIVEN, PLACE, SCORE, MASK, DROPOUT, keep_scale,
-                    False, CONSUMER, TILE, APPROX_TANH,
-                )  # fmt: skip
-                if TILE[4] == 2:
-                    state = _visit(
-                        state, k_a, v_a, m0, m1, GIVEN, PLACE, SCORE, MASK, DROPOUT, keep_scale,
-                        True, CONSUMER, TILE, APPROX_TANH,
-                    )  # fmt: skip
-                if SIZES[9] is not None:
-                    state = _visit(
-                        state, k_a, v_a, whole, m3, GIVEN, PLACE, SCORE, MASK, DROPOUT, keep_scale,
-                        True, CONSUMER, TILE, APPROX_TANH,
-                    )  # fmt: skip
+                for part in gl.static_range(3):
+                    if part == CUT_ON_THE_RIGHT:
+                        state = _visit(
+                            state, k_a, v_a, m0, m1, GIVEN, PLACE, SCORE, MASK, DROPOUT,
+                            keep_scale, True, CONSUMER, TILE, APPROX_TANH,
+                        )  # fmt: skip
+                    elif part == 1:
+                        state = _visit(
+                            state, k_a, v_a, m1, whole, GIVEN, PLACE, SCORE, MASK, DROPOUT,
+                            keep_scale, False, CONSUMER, TILE, APPROX_TANH,
+                        )  # fmt: skip
+                    elif SIZES[9] is not None:
+                        state = _visit(
+                            state, k_a, v_a, whole, m3, GIVEN, PLACE, SCORE, MASK, DROPOUT,
+                            keep_scale, True, CONSUMER, TILE, APPROX_TANH,
+                        )  # fmt: skip
                 x, dk, dv, st, parity, bit, dq_row, left = state
             x, dk = warpgroup_mma_wait(0, deps=[x, dk])
             if NARROW:
@@ -369,33 +380,36 @@ def _consume(
                 dq = warpgroup_mma_wait(0, deps=[dq])
                 store_wait(0)
                 dq_s.index(CONSUMER).store(in_register_order(dq, BLOCK_D // 2))
+            else:
+                mbarrier.arrive(v_empty.index(0), count=1)
             fence_async_shared()
-            async_add(TENSORS[6], [dq_row, 0], dq_s.index(CONSUMER))
+            PLACE = batch_id, first, start_q, n_start, keys, begin, steps
+            add_dq(dq_row, left, GIVEN, PLACE, MASK, CONSUMER, TILE)
+            pass_dq(dq_row, left, GIVEN, PLACE, MASK, CONSUMER, TILE)
         elif not NARROW:
-            mbarrier.wait(v_full.index(slot), phase)
-        if KEY_STAGES == 1:
-            mbarrier.arrive(k_empty.index(slot), count=1)
+            mbarrier.wait(v_full.index(0), value_phase)
+            mbarrier.arrive(v_empty.index(0), count=1)
         dk = dk * grad_scale
         if seed is not None:
             dv = dv * keep_scale
         VARLEN: gl.constexpr = PACKED[1] is not None
-        # dV leaves through this warpgroup's half of V, which no other reads
+        bar_sync(9, 256)  # the other warpgroup has read K and dS too
+        if NARROW:  # dV leaves through this warpgroup's half of V, which no other reads
+            store_tile(
+                TENSORS[8], dv_rows, dv_strides, dv.to(dtype), v_s.index(keys + CONSUMER), batch_id,
+                start_k, n_start, length_k, head_kv, VARLEN,
+            )  # fmt: skip
+        else:  # V's memory is the next tile's by now: through dS
+            for half in gl.static_range(2):
+                store_tile(
+                    TENSORS[8], dv_rows, dv_strides, _columns(dv.to(dtype), half, s_layout),
+                    ds_s.index(half * 2 + CONSUMER).reshape([1, 64, 1, 64]), batch_id, start_k,
+                    n_start, length_k, head_kv, VARLEN, half * 64,
+                )  # fmt: skip
         store_tile(
-            TENSORS[8], dv_rows, dv_strides, dv.to(dtype), v_s.index(keys + CONSUMER), batch_id,
+            TENSORS[7], dk_rows, dk_strides, dk.to(dtype), k_s.index(keys + CONSUMER), batch_id,
             start_k, n_start, length_k, head_kv, VARLEN,
         )  # fmt: skip
-        if KEY_STAGES == 1:  # K's memory is the next tile's by now
-            dk_place = dk_s.index(CONSUMER)
-        else:
-            bar_sync(9, 256)  # the other warpgroup has read K too
-            dk_place = k_s.index(keys + CONSUMER)
-        store_tile(
-            TENSORS[7], dk_rows, dk_strides, dk.to(dtype), dk_place, batch_id, start_k, n_start,
-            length_k, head_kv, VARLEN,
-        )  # fmt: skip
-        if KEY_STAGES == 1:
-            store_wait(1)
-            mbarrier.arrive(v_empty.index(slot), count=1)
         turn += 1
         tile = told(BUFFERS[8], BARRIERS[8], BARRIERS[9], turn)
     store_wait(0)
@@ -413,6 +427,7 @@ def _consume(
         "num_n_blocks",
         "num_tiles",
         "section",
+        "sectioned",
         "window_left",
         "window_right",
         "dropout_threshold",
@@ -428,6 +443,7 @@ def flash_bwd_sm90_kernel(
     dq,
     dk,
     dv,
+    turns,
     counter,
     dk_rows,
     dv_rows,
@@ -450,6 +466,7 @@ def flash_bwd_sm90_kernel(
     num_n_blocks,
     num_tiles,
     section,
+    sectioned,
     softmax_scale,
     grad_scale,
     softcap,
@@ -460,7 +477,6 @@ def flash_bwd_sm90_kernel(
     BLOCK_D: gl.constexpr,
     STAGES: gl.constexpr,
     BY_MBARRIER: gl.constexpr,
-    KEY_STAGES: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
     APPROX_TANH: gl.constexpr,
@@ -474,42 +490,45 @@ def flash_bwd_sm90_kernel(
         sequence, 64 for each of two warpgroups, with the query heads of its group and their blocks
         of rows, which a producer warp loads by TMA.
     Numerics: float32 accumulators; P and dS in the inputs' dtype. dQ is added to float32 memory,
-        zero before, by TMA in the order of arrival: its last bits differ from run to run.
+        zero before, by TMA: in the order of arrival, where its last bits differ from run to run, or
+        with ``turns``, zero before, in the order of the keys.
     Source: Shah and others 2024, "FlashAttention-3", Algorithm 3; dQ by TMA reduction as there.
     """
-    ORDER: gl.constexpr = _order(BLOCK_D, window_left is not None, window_right is not None)
-    TILE: gl.constexpr = (BLOCK_D, STAGES, BY_MBARRIER, KEY_STAGES, ORDER)
+    ORDERED: gl.constexpr = turns is not None
+    ORDER: gl.constexpr = _order(
+        BLOCK_D, window_left is not None, window_right is not None, ORDERED
+    )
+    TILE: gl.constexpr = (BLOCK_D, STAGES, BY_MBARRIER, ORDER, ORDERED)
+    VALUE_STAGES: gl.constexpr = 2 if BLOCK_D == 64 else 1
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, ROWS], q.dtype)
     q_s = gl.allocate_shared_memory(q.dtype, [STAGES, 1, ROWS, 1, BLOCK_D], q.layout)
     do_s = gl.allocate_shared_memory(q.dtype, [STAGES, 1, ROWS, 1, BLOCK_D], dout.layout)
-    k_s = gl.allocate_shared_memory(q.dtype, [2 * KEY_STAGES, 1, 64, 1, BLOCK_D], k.layout)
-    v_s = gl.allocate_shared_memory(q.dtype, [2 * KEY_STAGES, 1, 64, 1, BLOCK_D], v.layout)
+    k_s = gl.allocate_shared_memory(q.dtype, [4, 1, 64, 1, BLOCK_D], k.layout)
+    v_s = gl.allocate_shared_memory(q.dtype, [2 * VALUE_STAGES, 1, 64, 1, BLOCK_D], v.layout)
     lse_s = gl.allocate_shared_memory(gl.float32, [STAGES, 1, ROWS], lse.layout)
     delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, 1, ROWS], delta.layout)
     ds_s = gl.allocate_shared_memory(q.dtype, [4, 64, ROWS], ds_layout)
     dq_s = gl.allocate_shared_memory(gl.float32, [2, BLOCK_D, 32], dq.layout)
-    dk_s = k_s
-    if KEY_STAGES == 1:
-        dk_s = gl.allocate_shared_memory(q.dtype, [2, 1, 64, 1, BLOCK_D], dk.layout)
-    k_full = gl.allocate_shared_memory(gl.int64, [KEY_STAGES, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [KEY_STAGES, 1], mbarrier.MBarrierLayout())
+    k_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [VALUE_STAGES, 1], mbarrier.MBarrierLayout())
     q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     dout_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     ds_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     clear = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    k_empty = gl.allocate_shared_memory(gl.int64, [KEY_STAGES, 1], mbarrier.MBarrierLayout())
-    v_empty = gl.allocate_shared_memory(gl.int64, [KEY_STAGES, 1], mbarrier.MBarrierLayout())
+    k_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    v_empty = gl.allocate_shared_memory(gl.int64, [VALUE_STAGES, 1], mbarrier.MBarrierLayout())
     tile_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     tile_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     told_s = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     mbarrier.init(clear, count=1)
     mbarrier.init(tile_full, count=1)
     mbarrier.init(tile_empty, count=2)
-    for slot in gl.static_range(KEY_STAGES):
+    for slot in gl.static_range(2):
         mbarrier.init(k_full.index(slot), count=1)
-        mbarrier.init(v_full.index(slot), count=1)
         mbarrier.init(k_empty.index(slot), count=2)
+    for slot in gl.static_range(VALUE_STAGES):
+        mbarrier.init(v_full.index(slot), count=1)
         mbarrier.init(v_empty.index(slot), count=2)
     mbarrier.init(ds_full, count=2)
     for st in gl.static_range(STAGES):
@@ -523,15 +542,15 @@ def flash_bwd_sm90_kernel(
         clear_slack(dk_rows, dk_strides, cu_seqlens_k, batch, total_k, nheads_kv, dk_strides[2])
         clear_slack(dv_rows, dv_strides, cu_seqlens_k, batch, total_k, nheads_kv, dv_strides[2])
 
-    TENSORS = q, k, v, dout, lse, delta, dq, dk, dv
-    BUFFERS = q_s, do_s, k_s, v_s, lse_s, delta_s, ds_s, dq_s, told_s, dk_s
+    TENSORS = q, k, v, dout, lse, delta, dq, dk, dv, turns
+    BUFFERS = q_s, do_s, k_s, v_s, lse_s, delta_s, ds_s, dq_s, told_s
     BARRIERS = (
         k_full, v_full, q_full, dout_full, empty, ds_full, clear, k_empty, tile_full, tile_empty,
         v_empty,
     )  # fmt: skip
     SIZES = (
         batch, nheads, group, seqlen_q, seqlen_k, total_q, total_k, num_n_blocks, section,
-        window_left, window_right,
+        window_left, window_right, sectioned,
     )  # fmt: skip
     PACKED = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
     OPERANDS = (

@@ -83,31 +83,33 @@ def load_with_statistic(
 
 @gluon.jit
 def store_tile(
-    desc, pointer, strides, x, buffer, entry, start, at, length, head, PACKED: gl.constexpr
-):
-    """Begins to write rows at, at + 1, ... of a sequence, below ``length``, through shared memory
-    by TMA, which stops at a dense tensor's end; a packed sequence's last rows go by pointers."""
+    desc, pointer, strides, x, buffer, entry, start, at, length, head, PACKED: gl.constexpr,
+    COLUMN: gl.constexpr = 0,
+):  # fmt: skip
+    """Begins to write rows at, at + 1, ... of a sequence, below ``length``, from ``COLUMN`` on,
+    through shared memory by TMA, which stops at a dense tensor's end; a packed sequence's last rows
+    go by pointers."""
     if PACKED:
         if at + x.shape[0] <= length:
-            _store_whole(desc, x, buffer, 0, start + at, head)
+            _store_whole(desc, x, buffer, 0, start + at, head, COLUMN)
         else:
-            _store_rows(pointer, strides, x, start, at, length, head, desc.shape[3])
+            _store_rows(pointer, strides, x, start, at, length, head, desc.shape[3], COLUMN)
     else:
-        _store_whole(desc, x, buffer, entry, at, head)
+        _store_whole(desc, x, buffer, entry, at, head, COLUMN)
 
 
 @gluon.jit
-def _store_whole(desc, x, buffer, entry, row, head):
+def _store_whole(desc, x, buffer, entry, row, head, COLUMN: gl.constexpr):
     buffer.reshape([x.shape[0], x.shape[1]]).store(x)
     fence_async_shared()
-    async_store(desc, [entry, row, head, 0], buffer)
+    async_store(desc, [entry, row, head, COLUMN], buffer)
 
 
 @gluon.jit
-def _store_rows(pointer, strides, x, start, at, length, head, width):
+def _store_rows(pointer, strides, x, start, at, length, head, width, COLUMN: gl.constexpr):
     layout: gl.constexpr = x.type.layout
     r = at + gl.arange(0, x.shape[0], layout=gl.SliceLayout(1, layout))
-    c = gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, layout))
+    c = COLUMN + gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, layout))
     row = (start + r).to(gl.int64) * strides[1]
     pointers = pointer + head * strides[2] + row[:, None] + c[None, :]
     gl.store(pointers, x, mask=(r < length)[:, None] & (c < width)[None, :])

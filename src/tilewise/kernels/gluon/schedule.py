@@ -6,14 +6,19 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 
 @gluon.jit
-def step_tile(tile, counter, num_tiles):
+def step_tile(tile, counter, num_tiles, ORDERED: gl.constexpr = False):
     """The tile after ``tile``: the next that no program has taken; without a counter, of a fixed
-    share."""
+    share. A program's first tile is the one of its own number; not so if ORDERED, where no program
+    may have a tile while one before it belongs to a program that is not running yet."""
     if counter is not None:
-        count = gl.atomic_add(counter, 1, sem="relaxed")
-        if count == num_tiles - 1:  # each program asks once in vain: this is the last of all
+        given = gl.num_programs(0)
+        if ORDERED:
+            given = 0
+        count = gl.atomic_add(counter, 1, sem="relaxed") + given
+        # each program asks once in vain: this is the last of all
+        if count == num_tiles + gl.num_programs(0) - 1:
             gl.store(counter, 0)  # for the next launch
-        return count + gl.num_programs(0)
+        return count
     else:
         return tile + gl.num_programs(0)
 
