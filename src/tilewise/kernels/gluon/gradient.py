@@ -1,8 +1,8 @@
 """What the backward kernels share: where a block and its statistics are.
 
 SIZES is (batch, nheads, group, seqlen_q, seqlen_k, total_q, total_k, blocks, section, window_left,
-window_right, sectioned), PACKED is (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k); MASK and SCORE are as
-in ``triton.tiles`` and ``triton.score``.
+window_right, sectioned), PACKED is (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k); MASK and
+SCORE are as in ``triton.tiles`` and ``triton.score``.
 """
 
 from triton.experimental import gluon
