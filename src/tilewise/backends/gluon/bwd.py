@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ def takes(p: AttentionProblem) -> bool:
 
 
 BACKWARD = (*NAMES, "dq_sum", "turns", "counter")
-TILES_OF_LAST = 3  # for each program, of the last heads' section: long ones, of whole groups
+TILES_OF_SECTION = 1.5  # for each program at least: the longest, which start first, end last
 
 
 def backward(
@@ -102,7 +103,6 @@ def _one_pass(p: AttentionProblem, call: Call, block_d: int) -> Launch:
     num_tiles = num_n_blocks * p.nheads_kv * p.batch
     programs = counters.programs(num_tiles, t.q.device)
     group_bytes = p.group * p.seqlen_q * block_d * (2 + 2 + 4)  # of Q, dO and dq_sum
-    section = launch.section(p, p.nheads_kv, group_bytes)
     dk, dv = call["dk"], call["dv"]
     assert dk is not None and dv is not None
     arguments: dict[str, Any] = {
@@ -122,10 +122,7 @@ def _one_pass(p: AttentionProblem, call: Call, block_d: int) -> Launch:
         "counter": Of("counter"),
         "num_n_blocks": num_n_blocks,
         "num_tiles": num_tiles,
-        "section": section,
-        "sectioned": counters.in_sections(
-            p.nheads_kv * p.batch, section, num_n_blocks, TILES_OF_LAST * programs
-        ),
+        "section": _section(p, num_n_blocks, programs, group_bytes),
         "grad_scale": abs(p.softmax_scale),
         "BLOCK_D": block_d,
         "STAGES": 3 if block_d == 64 else 2,
@@ -136,6 +133,16 @@ def _one_pass(p: AttentionProblem, call: Call, block_d: int) -> Launch:
     }
     options = compat.launch_options(num_warps=4, num_stages=1, maxnreg=168)
     return Launch(flash_bwd_sm90_kernel, programs, arguments, options)
+
+
+def _section(p: AttentionProblem, num_n_blocks: int, programs: int, group_bytes: int) -> int:
+    """Heads of a section: what the L2 cache holds, or more where groups make tiles few and long."""
+    section = launch.section(p, p.nheads_kv, group_bytes)
+    if p.mask.window_right is None:  # equal tiles
+        return section
+    heads = p.nheads_kv * p.batch
+    least = math.ceil(TILES_OF_SECTION * programs / num_n_blocks)
+    return -(-heads // max(1, heads // max(section, least)))  # all sections of one size
 
 
 def _convert(p: AttentionProblem, call: Call, block_d: int) -> Launch:

@@ -55,13 +55,6 @@ def programs(num_tiles: int, device: torch.device) -> int:
     return min(num_tiles, _multiprocessors(device.index))
 
 
-def in_sections(heads: int, section: int, num_blocks: int, tiles: int) -> int:
-    """How many heads go in sections, as ``tile_of_program`` has it. The last ones are one section,
-    of ``tiles`` or more, so that the longest of them, which start first, do not end last."""
-    together = -(-tiles // num_blocks)
-    return max(0, heads - together) // section * section
-
-
 @lru_cache
 def _multiprocessors(index: int) -> int:
     return int(torch.cuda.get_device_properties(index).multi_processor_count)

@@ -16,7 +16,6 @@ from . import counters
 from .config import HopperConfig, find
 
 ROWS = 64  # of a consumer warpgroup
-TILES_OF_LAST = 2  # for each program, of the last heads' section: as many as the longest one counts
 FEWEST_HEADS = 4  # of keys in a section, though they be more than the cache holds
 
 
@@ -92,12 +91,15 @@ def order(p: AttentionProblem, num_m_blocks: int, programs: int) -> tuple[int, i
     """Heads of a section, and heads that go in sections, as ``tile_of_program`` has it.
 
     Programs reach into the section after their own: two, of some heads each, share the L2 cache.
+    The last heads are one section, so many that the longest of its tiles, which start first, take
+    no more time than all of them: with tiles that grow evenly, two for each program.
     """
     heads = p.nheads * p.batch
     if p.mask.window_right is None:
         return 1, heads  # equal tiles: one head at a time shares most
     section = min(max(launch.section(p, p.nheads) // 2, FEWEST_HEADS * p.group), heads)
-    return section, counters.in_sections(heads, section, num_m_blocks, TILES_OF_LAST * programs)
+    together = -(-2 * programs // num_m_blocks)
+    return section, max(0, heads - together) // section * section
 
 
 def _of(name: str, x: Tensor, rows: int, width: int) -> Of:

@@ -411,7 +411,7 @@ def flash_bwd_dkdv_sm90_kernel(
     )  # fmt: skip
     SIZES = (
         batch, nheads, group, seqlen_q, seqlen_k, total_q, total_k, num_n_blocks, section,
-        window_left, window_right, None,
+        window_left, window_right,
     )  # fmt: skip
     PACKED = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
     OPERANDS = (

@@ -40,8 +40,9 @@ INF: gl.constexpr = gl.constexpr(float("inf"))
 @gluon.jit
 def _block(SIZES, PACKED):
     """The program's block of rows: head and sequence, and the keys [n0, n3) that it sees."""
-    batch, nheads, _, seqlen_q, seqlen_k, total_q, total_k, num_m_blocks = SIZES[0:8]
-    section, left, right = SIZES[8:11]
+    batch, nheads, _, seqlen_q, seqlen_k, total_q, total_k, num_m_blocks, section, left, right = (
+        SIZES
+    )
     cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k = PACKED
     LONGEST_LAST: gl.constexpr = SIZES[10] is not None
     m_block, head_id = tile_of_program(
@@ -377,7 +378,7 @@ def flash_bwd_dq_sm90_kernel(
     BARRIERS = q_full, dout_full, k_full, k_empty, v_full, v_empty, clear
     SIZES = (
         batch, nheads, group, seqlen_q, seqlen_k, total_q, total_k, num_m_blocks, section,
-        window_left, window_right, None,
+        window_left, window_right,
     )  # fmt: skip
     PACKED = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
     OPERANDS = (

@@ -427,7 +427,6 @@ def _consume(
         "num_n_blocks",
         "num_tiles",
         "section",
-        "sectioned",
         "window_left",
         "window_right",
         "dropout_threshold",
@@ -466,7 +465,6 @@ def flash_bwd_sm90_kernel(
     num_n_blocks,
     num_tiles,
     section,
-    sectioned,
     softmax_scale,
     grad_scale,
     softcap,
@@ -550,7 +548,7 @@ def flash_bwd_sm90_kernel(
     )  # fmt: skip
     SIZES = (
         batch, nheads, group, seqlen_q, seqlen_k, total_q, total_k, num_n_blocks, section,
-        window_left, window_right, sectioned,
+        window_left, window_right,
     )  # fmt: skip
     PACKED = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
     OPERANDS = (

@@ -1,8 +1,8 @@
 """What the backward kernels share: where a block and its statistics are.
 
 SIZES is (batch, nheads, group, seqlen_q, seqlen_k, total_q, total_k, blocks, section, window_left,
-window_right, sectioned), PACKED is (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k); MASK and
-SCORE are as in ``triton.tiles`` and ``triton.score``.
+window_right), PACKED is (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k); MASK and SCORE are as
+in ``triton.tiles`` and ``triton.score``.
 """
 
 from triton.experimental import gluon
@@ -20,13 +20,12 @@ STATISTICS_BLOCK: gl.constexpr = tiles.STATISTICS_BLOCK
 @gluon.jit
 def block_of_keys(tile, SIZES, PACKED, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
     """Block of keys number ``tile``: head and sequence, and the row blocks that see it."""
-    batch, _, group, seqlen_q, seqlen_k, total_q, total_k, num_n_blocks = SIZES[0:8]
-    section, left, right, sectioned = SIZES[8:12]
+    batch, _, group, seqlen_q, seqlen_k, total_q, total_k, num_n_blocks, section, left, right = (
+        SIZES
+    )
     cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k = PACKED
     nheads_kv = SIZES[1] // group
-    n_block, head_id = tile_of_program(
-        tile, num_n_blocks, batch * nheads_kv, section, False, sectioned
-    )
+    n_block, head_id = tile_of_program(tile, num_n_blocks, batch * nheads_kv, section, False)
     batch_id = head_id // nheads_kv
     start_q, _length_q, used_q = rows_of_sequence(
         batch_id, cu_seqlens_q, seqused_q, seqlen_q, total_q
