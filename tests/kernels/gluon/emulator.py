@@ -106,13 +106,16 @@ class Barrier:
     def __init__(self) -> None:
         self.changed = threading.Condition()
         self.count = self.left = self.bytes = self.phase = 0
+        self.valid = False
 
     def init(self, count: int) -> None:
         self.count = self.left = count
+        self.valid = True
 
     def update(self, arrivals: int, more: int) -> None:
         _dawdle()
         with self.changed:
+            assert self.valid
             self.left -= arrivals
             self.bytes += more
             assert self.left >= 0, "more arrivals than the barrier counts"
@@ -173,6 +176,11 @@ class _mbarrier:
     @staticmethod
     def init(barrier: Any, count: int) -> None:
         _one(barrier).init(count)
+
+    @staticmethod
+    def invalidate(barrier: Any) -> None:
+        assert _one(barrier).valid
+        _one(barrier).valid = False
 
     @staticmethod
     def expect(barrier: Any, size: int, pred: Any = True) -> None:

@@ -10,6 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..triton import score, tiles
+from .barriers import retire
 from .dropout import sign_transposed
 from .gradient import block_of_keys, statistics, statistics_place
 from .ptx import bar_sync, exp2, opaque_zero
@@ -429,3 +430,4 @@ def flash_bwd_dkdv_sm90_kernel(
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
     )
+    retire(BARRIERS)

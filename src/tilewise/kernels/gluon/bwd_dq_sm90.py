@@ -10,6 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..triton import score, tiles
+from .barriers import retire
 from .dropout import drop_tile
 from .gradient import place_of_row, statistics_place
 from .ptx import block_boundary, exp2, opaque_zero
@@ -396,3 +397,4 @@ def flash_bwd_dq_sm90_kernel(
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
     )
+    retire(BARRIERS)

@@ -10,6 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..triton import score, tiles
+from .barriers import retire
 from .bwd_steps_sm90 import (
     KEYS,
     ROWS,
@@ -566,3 +567,4 @@ def flash_bwd_sm90_kernel(
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
     )
+    retire(BARRIERS)

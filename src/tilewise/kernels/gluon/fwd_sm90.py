@@ -11,6 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..triton import score as triton_score
 from ..triton import tiles
+from .barriers import retire
 from .dropout import drop_tile
 from .ptx import block_boundary, exp2, rescale
 from .rows import clear_slack, load_clear
@@ -595,3 +596,4 @@ def flash_fwd_sm90_kernel(
             [4, 4, 1],
             [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
         )
+    retire(BARRIERS)
