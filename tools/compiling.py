@@ -321,7 +321,8 @@ def compiled(launch: Launch, arch: str) -> Any:
 
 
 def usage(kernel: Any, sass: bool = False) -> dict[str, Any]:
-    """Registers, bytes spilled, shared memory and matrix instructions of a compiled kernel."""
+    """Registers, bytes spilled, shared memory, matrix instructions and conversions of integers to
+    float32 of a compiled kernel."""
     facts: dict[str, Any] = {"shared": kernel.metadata.shared}
     if "amdgcn" in kernel.asm:
         text = kernel.asm["amdgcn"]
@@ -342,6 +343,7 @@ def usage(kernel: Any, sass: bool = False) -> dict[str, Any]:
         "tcgen05.mma",
         "cp.async.bulk.tensor",
         "setmaxnreg",
+        "cvt.rn.f32",
     ):
         facts[name] = ptx.count(name)
     output = _cuobjdump(kernel.asm["cubin"], "-res-usage")

@@ -89,6 +89,19 @@ def test_a_feature_of_the_two_pass_backward(
     check(compiler(kernel=kernel, head_dim=head_dim, mask="causal", features=features), 2)
 
 
+@pytest.mark.parametrize(
+    ("kernel", "head_dim"),
+    [("fwd_sm90", 64), ("fwd_sm90", 128), ("bwd_sm90", 64), ("bwd_sm90", 128),
+     ("bwd_dkdv_sm90", 256), ("bwd_dq_sm90", 256)],
+)  # fmt: skip
+def test_alibi_converts_no_number_per_element(
+    kernel: str, head_dim: int, compiler: Callable[..., Any]
+) -> None:
+    facts = compiles(compiler(kernel=kernel, head_dim=head_dim, features=["alibi"]), "sm_90")
+    # a thread has 30 distances and more in each block
+    assert facts["cvt.rn.f32"] < 30
+
+
 @pytest.mark.parametrize("version", VERSIONS)
 def test_other_versions_of_triton(version: str, compiler: Callable[..., Any]) -> None:
     check(compiler(version, kernel="fwd_sm90", mask="causal"), 2)

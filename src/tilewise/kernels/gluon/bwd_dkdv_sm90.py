@@ -14,13 +14,13 @@ from .dropout import sign_transposed
 from .gradient import block_of_keys, statistics, statistics_place
 from .ptx import bar_sync, exp2, opaque_zero
 from .rows import clear_slack, load_seen, load_with_statistic, store_tile
+from .score import scores
 from .softmax import hide, to_m
 from .tma import store_wait
 from .twins import twin
 
 keys_of = twin(tiles.keys_of)
 rows_of = twin(tiles.rows_of)
-scores = twin(score.scores)
 slope_of = twin(score.slope_of)
 
 # TENSORS  (q, k, v, dout, lse, delta, dk, dv): TMA descriptors; lse and delta are the backward's
@@ -129,7 +129,7 @@ def _values_step(
     mbarrier.arrive(q_empty.index(st), count=1)
     i = m_start + gl.arange(0, ROWS, layout=gl.SliceLayout(0, s_layout))
     j = n_start + gl.arange(0, KEYS, layout=gl.SliceLayout(1, s_layout))
-    s, dcap = scores(x, i[None, :], j[:, None], SCORE, MASK, False, APPROX_TANH)
+    s, dcap = scores(x, m_start, n_start, SCORE, MASK, True, APPROX_TANH)
     if cut:
         s = hide(s, i[None, :], j[:, None], MASK)
     p = exp2(to_m(s, SCORE) - lse)

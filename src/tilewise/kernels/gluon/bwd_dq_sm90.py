@@ -14,6 +14,7 @@ from .dropout import drop_tile
 from .gradient import place_of_row, statistics_place
 from .ptx import block_boundary, exp2, opaque_zero
 from .rows import clear_slack, load_seen, store_tile
+from .score import scores
 from .softmax import hide, to_m
 from .tma import async_load, store_wait
 from .twins import twin
@@ -22,7 +23,6 @@ key_blocks = twin(tiles.key_blocks)
 keys_of = twin(tiles.keys_of)
 rows_of_sequence = twin(tiles.rows_of_sequence)
 tile_of_program = twin(tiles.tile_of_program)
-scores = twin(score.scores)
 slope_of = twin(score.slope_of)
 
 # TENSORS  (q, k, v, dout, dq): TMA descriptors of (batch, seqlen, heads, head_dim)
@@ -182,7 +182,7 @@ def _step(
         v = BUFFERS[3].index(zero).reshape([KEYS, BLOCK_DV])
     i = m_start + gl.arange(0, ROWS, layout=gl.SliceLayout(1, s_layout))
     j = n_start + gl.arange(0, KEYS, layout=gl.SliceLayout(0, s_layout))
-    s, dcap = scores(x, i[:, None], j[None, :], SCORE, MASK, False, APPROX_TANH)
+    s, dcap = scores(x, m_start, n_start, SCORE, MASK, False, APPROX_TANH)
     if cut:
         s = hide(s, i[:, None], j[None, :], MASK)
     # issued behind the branch: what follows is one basic block, where exponentials and this product

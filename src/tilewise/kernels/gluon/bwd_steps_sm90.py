@@ -25,15 +25,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..triton import score
 from .dropout import sign_transposed
 from .gradient import statistics, statistics_place
 from .ptx import bar_sync, exp2, opaque_zero
+from .score import scores
 from .softmax import hide, to_m
 from .tma import async_add, store_wait
-from .twins import twin
 
-scores = twin(score.scores)
 ROWS: gl.constexpr = gl.constexpr(64)
 
 
@@ -87,10 +85,10 @@ def _weights(
     APPROX_TANH: gl.constexpr,
 ):  # fmt: skip
     """P^T and the factor of softcap; where dropout is, P's sign says what it drops."""
-    i = m_start + gl.arange(0, ROWS, layout=gl.SliceLayout(0, layout))
-    j = n_start + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
-    s, dcap = scores(x, i[None, :], j[:, None], SCORE, MASK, False, APPROX_TANH)
+    s, dcap = scores(x, m_start, n_start, SCORE, MASK, True, APPROX_TANH)
     if CUT:
+        i = m_start + gl.arange(0, ROWS, layout=gl.SliceLayout(0, layout))
+        j = n_start + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
         s = hide(s, i[None, :], j[:, None], MASK)
     p = exp2(to_m(s, SCORE) - lse)
     if DROPOUT[0] is not None:

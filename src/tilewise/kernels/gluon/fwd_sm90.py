@@ -14,6 +14,7 @@ from .dropout import drop_tile
 from .ptx import block_boundary, exp2, rescale
 from .rows import clear_slack, load_clear
 from .schedule import announce, step_tile, told
+from .score import scores
 from .softmax import NEG_INF, first_softmax, hide, is_wild, softmax
 from .tma import async_load, async_store, store_wait
 from .twins import twin
@@ -23,7 +24,6 @@ keys_of = twin(tiles.keys_of)
 rows_of_sequence = twin(tiles.rows_of_sequence)
 statistics_of = twin(tiles.statistics_of)
 tile_of_program = twin(tiles.tile_of_program)
-scores = twin(score.scores)
 slope_of = twin(score.slope_of)
 from_natural = twin(score.from_natural)
 to_lse = twin(score.to_lse)
@@ -212,16 +212,6 @@ def _hand_back(BARRIERS, it, blocks, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _scores(x, m_start, n_start, SCORE, MASK, APPROX_TANH: gl.constexpr):
-    """s of one block from x = Q K^T."""
-    layout: gl.constexpr = x.type.layout
-    i = m_start + gl.arange(0, x.shape[0], layout=gl.SliceLayout(1, layout))
-    j = n_start + gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, layout))
-    s, _ = scores(x, i[:, None], j[None, :], SCORE, MASK, False, APPROX_TANH)
-    return s
-
-
-@gluon.jit
 def _hide(s, m_start, n_start, MASK):
     """s, -inf where the window or the end of the keys hides it."""
     layout: gl.constexpr = s.type.layout
@@ -266,7 +256,7 @@ def _step(
     mbarrier.wait(k_full.index(after), after_parity, pred=more)
     x = warpgroup_mma_wait(1, deps=[x])
     mbarrier.arrive(k_empty.index(st), count=1)
-    s = _scores(x, m_start, n_start, SCORE, MASK, APPROX_TANH)
+    s, _ = scores(x, m_start, n_start, SCORE, MASK, False, APPROX_TANH)
     if MAY_CUT:
         if cut:
             s = _hide(s, m_start, n_start, MASK)
@@ -350,7 +340,7 @@ def _consume(
         x = warpgroup_mma_wait(0, deps=[x])
         mbarrier.arrive(k_empty.index(st), count=1)
         n_start = n3 - BLOCK_N
-        s = _scores(x, m_start, n_start, SCORE, MASK, APPROX_TANH)
+        s, _ = scores(x, m_start, n_start, SCORE, MASK, False, APPROX_TANH)
         if (n_start < n1) | (n_start >= n2):
             s = _hide(s, m_start, n_start, MASK)
         p32, m_i, l_i = first_softmax(s, SCORE, BLOCK_N, rows, dtype)

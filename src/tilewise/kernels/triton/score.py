@@ -69,17 +69,10 @@ def _tanh(x, APPROX: tl.constexpr):
 
 
 @triton.jit
-def scores(x, i, j, SCORE, MASK, MASKED: tl.constexpr, APPROX_TANH: tl.constexpr):
-    """s over its unit, and d s / d (softmax_scale x), from x = q k^T.
-
-    Args:
-        x: a tile of q k^T, float32.
-        i, j: rows and keys, int32 tensors that broadcast to the tile (which may be transposed).
-        SCORE, MASK: as in this file and in ``tiles``.
-        MASKED: whether the window or the end of the keys cuts the tile.
-        APPROX_TANH: see ``_tanh``.
-    """
-    softmax_scale, softcap, slope, bias, mask, stride_m, stride_n, natural = SCORE
+def scores_at(x, distance, SCORE, APPROX_TANH: tl.constexpr):
+    """``scores`` without bias, mask and window; distance, |i + seqlen_k - seqlen_q - j| in float32,
+    is of use where a slope is."""
+    softmax_scale, softcap, slope, _, _, _, _, natural = SCORE
     dcap = 1.0
     s = x
     factor = softmax_scale
@@ -92,11 +85,29 @@ def scores(x, i, j, SCORE, MASK, MASKED: tl.constexpr, APPROX_TANH: tl.constexpr
     elif slope is not None:
         s = s * (factor * LOG2E)
     if slope is not None:
-        distance = tl.abs(i + (MASK[1] - MASK[0]) - j).to(tl.float32)
         if natural is not None:
             s -= slope * distance
         else:
             s -= (slope * LOG2E) * distance
+    return s, dcap
+
+
+@triton.jit
+def scores(x, i, j, SCORE, MASK, MASKED: tl.constexpr, APPROX_TANH: tl.constexpr):
+    """s over its unit, and d s / d (softmax_scale x), from x = q k^T.
+
+    Args:
+        x: a tile of q k^T, float32.
+        i, j: rows and keys, int32 tensors that broadcast to the tile (which may be transposed).
+        SCORE, MASK: as in this file and in ``tiles``.
+        MASKED: whether the window or the end of the keys cuts the tile.
+        APPROX_TANH: see ``_tanh``.
+    """
+    _, _, slope, bias, mask, stride_m, stride_n, _ = SCORE
+    distance = None
+    if slope is not None:
+        distance = tl.abs(i + (MASK[1] - MASK[0]) - j).to(tl.float32)
+    s, dcap = scores_at(x, distance, SCORE, APPROX_TANH)
     if bias is not None:
         # where it hides, a key may be NaN: there, and in rows that do not exist, nothing is added
         added = load_scores(bias, stride_m, stride_n, i, j, MASK, NEG_INF).to(tl.float32)
