@@ -321,7 +321,8 @@ def compiled(launch: Launch, arch: str) -> Any:
 
 
 def usage(kernel: Any, sass: bool = False) -> dict[str, Any]:
-    """Registers, bytes spilled, shared memory and matrix instructions of a compiled kernel."""
+    """Registers, bytes spilled, shared memory and instructions of some kinds of a compiled
+    kernel."""
     facts: dict[str, Any] = {"shared": kernel.metadata.shared}
     if "amdgcn" in kernel.asm:
         text = kernel.asm["amdgcn"]
@@ -342,6 +343,9 @@ def usage(kernel: Any, sass: bool = False) -> dict[str, Any]:
         "tcgen05.mma",
         "cp.async.bulk.tensor",
         "setmaxnreg",
+        "cvt.rn.f32",
+        "mbarrier.init",
+        "mbarrier.inval",
     ):
         facts[name] = ptx.count(name)
     output = _cuobjdump(kernel.asm["cubin"], "-res-usage")
@@ -355,8 +359,8 @@ def usage(kernel: Any, sass: bool = False) -> dict[str, Any]:
 
 
 def pipeline(kernel: Any) -> dict[str, Any]:
-    """What a kernel in Gluon must answer for: ptxas' remarks on WGMMA, accesses to local memory in
-    the loops that multiply."""
+    """What a kernel in Gluon must answer for: ptxas' remarks on WGMMA; accesses to local memory and
+    branches on which threads of a warp may differ in the loops that multiply."""
     import triton
 
     program = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
@@ -374,10 +378,12 @@ def pipeline(kernel: Any) -> dict[str, Any]:
     code = [(int(at, 16), bool(guard), name, rest) for at, guard, name, rest in lines]
     loops = _loops(code)
     spills = {at for at, _, name, _ in code if name.startswith(("LDL", "STL"))}
+    diverging = {at for at, _, name, _ in code if name == "BSSY"}
     return {
         "remarks": remarks,
         "loops": len(loops),
         "loop_spills": max((len(spills & loop) for loop in loops), default=0),
+        "loop_divergence": max((len(diverging & loop) for loop in loops), default=0),
     }
 
 

@@ -61,6 +61,7 @@ def test_grouped_heads_and_batches(dtype, heads, assert_gradients_agree):
     [
         {"softcap": 1.5},
         {"alibi_slopes": torch.tensor([0.2, 0.05])},
+        {"alibi_slopes": torch.tensor([0.2, -0.05]), "causal": False},
         {"sink": torch.tensor([0.3, -1.0])},
         {"softmax_scale": -0.3},
         {"softmax_scale": 0.0},

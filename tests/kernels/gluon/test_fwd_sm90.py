@@ -166,6 +166,36 @@ def test_scores_that_jump(small, dtype, steps, d, assert_forward_agrees):
     assert_forward_agrees(inputs | {"softmax_scale": 0.6931471805599453})
 
 
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("slopes", [[0.2, -0.05], [100.0, 1.0]], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"causal": True},
+        {"window_size": (60, 100)},
+        {"causal": True, "softcap": 1.5},
+        {"dropout_p": 0.3, "seed": 1234567890123},
+    ],
+    ids=str,
+)
+def test_alibi(options, slopes, d, assert_forward_agrees):
+    """On both sides of the diagonal, which more keys than rows, or fewer, move."""
+    slopes = {"alibi_slopes": torch.tensor(slopes)}
+    for lengths in ((140, 333), (333, 140)):
+        assert_forward_agrees(qkv(*lengths, d=d) | slopes | options)
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}], ids=str)
+def test_alibi_of_used_rows(options, assert_forward_agrees):
+    inputs = packed([0, 200, 330, 400], [0, 200, 330, 400], d=64) | {
+        "seqused_q": torch.tensor([65, 0, 70], dtype=torch.int32),
+        "seqused_k": torch.tensor([130, 5, 0], dtype=torch.int32),
+        "alibi_slopes": torch.tensor([0.2, -0.05]),
+    }
+    assert_forward_agrees(inputs | options)
+
+
 @pytest.mark.parametrize("sink", [-INF, -1e4, 0.0, 30.0, 1e4])
 def test_sinks_far_from_the_scores(sink, assert_forward_agrees):
     inputs = qkv(70, 65) | {"sink": torch.tensor([sink, 0.5]), "causal": True}

@@ -201,14 +201,14 @@ def _load_keys(
 
 
 @gluon.constexpr_function
-def _order(block_d, left, right, ordered):
+def _order(block_d, left, right, softcap, ordered):
     """In which order a tile's blocks of rows follow: as they stand (0), from one of its own and
     round (1), from the last one (2)."""
     if ordered:
         return 2  # where a tile waits least for the one before, whose rows are the earlier ones
-    if left or (right and block_d == 64) or (not right and block_d > 64):
-        return 0
-    return 2 if right else 1
+    if block_d == 64:
+        return 0 if left or right else 1
+    return 2 if right and not (left or softcap) else 0  # softcap spills too much
 
 
 @gluon.jit
@@ -243,22 +243,22 @@ def _visit(
 ):  # fmt: skip
     """The blocks of rows of [m_from, m_to). A loop with a branch for those that are cut would be
     slower: ptxas orders nothing across a branch."""
-    x, dk, dv, st, parity, bit, dq_row, left = STATE
+    x, dk, dv, st, parity, bit, dq_row, dq_before, left = STATE
     for m in range(m_from, m_to, ROWS):
         m_start = _turned(m, PLACE[5], m_from, m_to, TILE)
-        state = x, dk, dv, st, parity, bit, dq_row, left
+        state = x, dk, dv, st, parity, bit, dq_row, dq_before, left
         dq_next = place_of_dq(PLACE, m_start, GIVEN, CONSUMER, TILE)
         if TILE[0] == 64:
-            x, dk, dv, st, parity, bit, dq_row, left = narrow_step(
+            x, dk, dv, st, parity, bit, dq_row, dq_before, left = narrow_step(
                 state, k_a, v_a, dq_next, m_start, GIVEN, PLACE, SCORE, MASK, DROPOUT, keep_scale,
                 CUT, CONSUMER, TILE, APPROX_TANH,
             )  # fmt: skip
         else:
-            x, dk, dv, st, parity, bit, dq_row, left = wide_step(
+            x, dk, dv, st, parity, bit, dq_row, dq_before, left = wide_step(
                 state, dq_next, m_start, GIVEN, PLACE, SCORE, MASK, DROPOUT, keep_scale, CUT,
                 CONSUMER, TILE, APPROX_TANH,
             )  # fmt: skip
-    return x, dk, dv, st, parity, bit, dq_row, left
+    return x, dk, dv, st, parity, bit, dq_row, dq_before, left
 
 
 @gluon.jit
@@ -337,6 +337,7 @@ def _consume(
             first = head_kv * SIZES[2]
             dq_row = place_of_dq((batch_id, first, start_q, n_start), m0, GIVEN, CONSUMER, TILE)
             steps = (m3 - m0) // ROWS * SIZES[2]
+            dq_before = dq_row
             left = steps
             whole = m3
             if SIZES[9] is not None:
@@ -356,7 +357,7 @@ def _consume(
                 )
                 DROPOUT = seed, dropout_threshold, head, batch_id
                 PLACE = batch_id, head, start_q, n_start, keys, begin, steps
-                state = x, dk, dv, st, parity, bit, dq_row, left
+                state = x, dk, dv, st, parity, bit, dq_row, dq_before, left
                 for part in gl.static_range(3):
                     if part == CUT_ON_THE_RIGHT:
                         state = _visit(
@@ -373,7 +374,7 @@ def _consume(
                             state, k_a, v_a, whole, m3, GIVEN, PLACE, SCORE, MASK, DROPOUT,
                             keep_scale, True, CONSUMER, TILE, APPROX_TANH,
                         )  # fmt: skip
-                x, dk, dv, st, parity, bit, dq_row, left = state
+                x, dk, dv, st, parity, bit, dq_row, dq_before, left = state
             x, dk = warpgroup_mma_wait(0, deps=[x, dk])
             if NARROW:
                 mbarrier.wait(ds_full, bit)
@@ -385,8 +386,8 @@ def _consume(
                 mbarrier.arrive(v_empty.index(0), count=1)
             fence_async_shared()
             PLACE = batch_id, first, start_q, n_start, keys, begin, steps
-            add_dq(dq_row, left, GIVEN, PLACE, MASK, CONSUMER, TILE)
-            pass_dq(dq_row, left, GIVEN, PLACE, MASK, CONSUMER, TILE)
+            add_dq(dq_row, dq_before, left, GIVEN, PLACE, MASK, CONSUMER, TILE)
+            pass_dq(dq_row, left - 1, GIVEN, PLACE, MASK, CONSUMER, TILE)
         elif not NARROW:
             mbarrier.wait(v_full.index(0), value_phase)
             mbarrier.arrive(v_empty.index(0), count=1)
@@ -495,7 +496,7 @@ def flash_bwd_sm90_kernel(
     """
     ORDERED: gl.constexpr = turns is not None
     ORDER: gl.constexpr = _order(
-        BLOCK_D, window_left is not None, window_right is not None, ORDERED
+        BLOCK_D, window_left is not None, window_right is not None, softcap is not None, ORDERED
     )
     TILE: gl.constexpr = (BLOCK_D, STAGES, BY_MBARRIER, ORDER, ORDERED)
     VALUE_STAGES: gl.constexpr = 2 if BLOCK_D == 64 else 1

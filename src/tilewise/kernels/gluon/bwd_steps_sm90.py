@@ -12,9 +12,9 @@ SIZES and PACKED are as in ``gradient``.
 TILE     (BLOCK_D, STAGES, BY_MBARRIER, ORDER, ORDERED)
 PLACE    (batch_id, head, start_q, n_start, keys, begin, steps): where a warpgroup's tiles lie, K's
          halves in shared memory, how far into its rows a tile begins, and how many blocks it has
-STATE    (x, dk, dv, st, parity, bit, dq_row, left): S^T in flight and the accumulators, where
-         in the ring the next block of rows is, which of two it is for dS, where the latest dQ
-         goes, how many blocks are left
+STATE    (x, dk, dv, st, parity, bit, dq_row, dq_before, left): S^T in flight and the
+         accumulators, where in the ring the next block of rows is, which of two it is for dS,
+         where the latest dQ goes and the one before it, how many blocks are left
 """
 
 from triton.experimental import gluon
@@ -60,9 +60,13 @@ def _turn(dq_row, GIVEN, PLACE, MASK, CONSUMER: gl.constexpr, TILE: gl.constexpr
 
 
 @gluon.jit
-def add_dq(dq_row, left, GIVEN, PLACE, MASK, CONSUMER: gl.constexpr, TILE: gl.constexpr):
-    """Begins to add what is in shared memory to dQ; if ORDERED, when it is this tile's turn."""
+def add_dq(
+    dq_row, dq_before, left, GIVEN, PLACE, MASK, CONSUMER: gl.constexpr, TILE: gl.constexpr
+):  # fmt: skip
+    """Begins to add what is in shared memory to dQ; if ORDERED, when it is this tile's turn, and
+    after what the step before has added is there."""
     if TILE[4]:  # before its first block a tile adds zeros, for which no turn is due
+        pass_dq(dq_before, left, GIVEN, PLACE, MASK, CONSUMER, TILE)
         turn = _turn(dq_row, GIVEN, PLACE, MASK, CONSUMER, TILE)
         wait_turn(GIVEN[0][9] + dq_row // TILE[0], turn, left < PLACE[6])
     async_add(GIVEN[0][6], [dq_row, 0], GIVEN[1][7].index(CONSUMER))
@@ -70,10 +74,11 @@ def add_dq(dq_row, left, GIVEN, PLACE, MASK, CONSUMER: gl.constexpr, TILE: gl.co
 
 @gluon.jit
 def pass_dq(dq_row, left, GIVEN, PLACE, MASK, CONSUMER: gl.constexpr, TILE: gl.constexpr):
-    """If ORDERED, waits until what ``add_dq`` began is in dQ, and gives the next tile its turn."""
+    """If ORDERED, waits until what was added to a block is there, and gives the next tile its
+    turn."""
     if TILE[4]:
         turn = _turn(dq_row, GIVEN, PLACE, MASK, CONSUMER, TILE)
-        pass_turn(GIVEN[0][9] + dq_row // TILE[0], turn + 1, left < PLACE[6], 10 + CONSUMER)
+        pass_turn(GIVEN[0][9] + dq_row // TILE[0], turn + 1, left < PLACE[6] - 1, 10 + CONSUMER)
 
 
 @gluon.jit
@@ -166,7 +171,7 @@ def wide_step(
     CONSUMER: gl.constexpr, TILE: gl.constexpr, APPROX_TANH: gl.constexpr,
 ):  # fmt: skip
     """One block of rows, heads of more than 64. dQ of the block before is in shared memory."""
-    x, dk, dv, st, parity, bit, dq_row, left = STATE
+    x, dk, dv, st, parity, bit, dq_row, dq_before, left = STATE
     TENSORS, BUFFERS, BARRIERS, _SIZES, _PACKED = GIVEN
     BLOCK_D: gl.constexpr = TILE[0]
     BY_MBARRIER: gl.constexpr = TILE[2]
@@ -203,7 +208,7 @@ def wide_step(
     dq = dq_of(ds_s, k_s, PLACE[4], bit, zero, CONSUMER, BLOCK_D)
     ds_a = gl.convert_layout(ds, a_layout, assert_trivial=True)
     dk = warpgroup_mma(ds_a, q, dk, is_async=True)
-    add_dq(dq_row, left, GIVEN, PLACE, MASK, CONSUMER, TILE)
+    add_dq(dq_row, dq_before, left, GIVEN, PLACE, MASK, CONSUMER, TILE)
     # retires dV, whose operand P is in registers, before the next product is issued
     dv = warpgroup_mma_wait(3, deps=[dv])
     mbarrier.wait(q_full.index(after), after_parity, pred=left > 1)
@@ -215,9 +220,8 @@ def wide_step(
     dk, dq = warpgroup_mma_wait(1, deps=[dk, dq])
     store_wait(0)
     mbarrier.arrive(empty.index(st), count=1)
-    pass_dq(dq_row, left, GIVEN, PLACE, MASK, CONSUMER, TILE)
     dq_s.index(CONSUMER).store(in_register_order(dq, BLOCK_D // 2))
-    return x, dk, dv, after, after_parity, bit ^ 1, dq_next, left - 1
+    return x, dk, dv, after, after_parity, bit ^ 1, dq_next, dq_row, left - 1
 
 
 @gluon.jit
@@ -227,7 +231,7 @@ def narrow_step(
 ):  # fmt: skip
     """One block of rows, heads up to 64, which leave registers for K and V as operands and for dQ
     of the block before: its dS is in shared memory, so that no warpgroup waits for the other."""
-    x, dk, dv, st, parity, bit, dq_row, left = STATE
+    x, dk, dv, st, parity, bit, dq_row, dq_before, left = STATE
     TENSORS, BUFFERS, BARRIERS, _SIZES, _PACKED = GIVEN
     BLOCK_D: gl.constexpr = TILE[0]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
@@ -256,7 +260,7 @@ def narrow_step(
     ds_s.index(bit * 2 + CONSUMER).store(ds)
     fence_async_shared()
     mbarrier.arrive(ds_full, count=1)
-    add_dq(dq_row, left, GIVEN, PLACE, MASK, CONSUMER, TILE)
+    add_dq(dq_row, dq_before, left, GIVEN, PLACE, MASK, CONSUMER, TILE)
     ds_a = gl.convert_layout(ds, a_layout, assert_trivial=True)
     dk = warpgroup_mma(ds_a, q, dk, is_async=True)
     mbarrier.wait(q_full.index(after), after_parity, pred=left > 1)
@@ -267,5 +271,4 @@ def narrow_step(
     x = warpgroup_mma(k_a, q_after.permute([1, 0]), nothing, use_acc=False, is_async=True)
     dk = warpgroup_mma_wait(1, deps=[dk])
     mbarrier.arrive(empty.index(st), count=1)
-    pass_dq(dq_row, left, GIVEN, PLACE, MASK, CONSUMER, TILE)
-    return x, dk, dv, after, after_parity, bit ^ 1, dq_next, left - 1
+    return x, dk, dv, after, after_parity, bit ^ 1, dq_next, dq_row, left - 1

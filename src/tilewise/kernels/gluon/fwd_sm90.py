@@ -9,8 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..triton import score as triton_score
-from ..triton import tiles
+from ..triton import score, tiles
 from .barriers import retire
 from .dropout import drop_tile
 from .ptx import block_boundary, exp2, rescale
@@ -26,9 +25,9 @@ keys_of = twin(tiles.keys_of)
 rows_of_sequence = twin(tiles.rows_of_sequence)
 statistics_of = twin(tiles.statistics_of)
 tile_of_program = twin(tiles.tile_of_program)
-slope_of = twin(triton_score.slope_of)
-from_natural = twin(triton_score.from_natural)
-to_lse = twin(triton_score.to_lse)
+slope_of = twin(score.slope_of)
+from_natural = twin(score.from_natural)
+to_lse = twin(score.to_lse)
 
 
 # TENSORS  (q, k, v, out): TMA descriptors of (batch, seqlen, heads, head_dim)

@@ -15,7 +15,8 @@ def _distances(a, COLUMNS: gl.constexpr, layout: gl.constexpr):
     """|a + r - c| of rows r and columns c = 0, 1, ... in float32; a is an integer.
 
     Per element that is one addition: a + r - 2 t is converted once a row, c - 2 t when compiling. A
-    conversion takes as long as an exponential, on the same unit.
+    conversion takes as long as an exponential, on the same unit. r - 2 t stands first, as one
+    number that a loop over blocks keeps.
     """
     r = gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
     c = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
