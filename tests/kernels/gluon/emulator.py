@@ -159,8 +159,9 @@ class Named:
 class Barriers:
     """Mbarriers in shared memory: one, or as many as its shape says."""
 
-    def __init__(self, n: int) -> None:
-        self.each = [Barrier() for _ in range(n)]
+    def __init__(self, shape: list[int]) -> None:
+        self.shape = shape
+        self.each = [Barrier() for _ in range(fold(operator.mul, shape))]
 
     def index(self, i: Any) -> Barrier:
         return self.each[int(i)]
@@ -341,7 +342,7 @@ def _language(program: int, programs: int, lock: Any) -> SimpleNamespace:
 
     def allocate(dtype: Any, shape: Any, layout: Any = None) -> Any:
         if layout == "mbarrier":
-            return Barriers(fold(operator.mul, shape))
+            return Barriers(shape)
         fill = float("nan") if dtype.is_floating_point else -1
         return Shared(torch.full([int(n) for n in shape], fill, dtype=dtype))
 
