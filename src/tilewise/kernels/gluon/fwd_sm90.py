@@ -16,7 +16,7 @@ from .ptx import block_boundary, exp2, rescale
 from .rows import clear_slack, load_clear
 from .schedule import announce, step_tile, told
 from .score import scores
-from .softmax import NEG_INF, first_softmax, hide, softmax
+from .softmax import NEG_INF, first_softmax, hide, is_wild, softmax
 from .tma import async_load, async_store, store_wait
 from .twins import twin
 
@@ -223,7 +223,7 @@ def _hide(s, m_start, n_start, MASK):
 
 @gluon.jit
 def _step(
-    q, BUFFERS, BARRIERS, p, o, alpha, m_i, l_i, it, m_start, n_start, more, cut, SCORE, MASK,
+    q, BUFFERS, BARRIERS, p, o, alpha, m_i, l_i, wild, it, m_start, n_start, more, cut, SCORE, MASK,
     DROPOUT, MAY_CUT: gl.constexpr, CONSUMER: gl.constexpr, TILE: gl.constexpr,
     APPROX_TANH: gl.constexpr,
 ):  # fmt: skip
@@ -262,7 +262,7 @@ def _step(
         if cut:
             s = _hide(s, m_start, n_start, MASK)
     p32, m_i, l_i, alpha = softmax(
-        s, m_i, l_i, SCORE, MASK[0], BLOCK_N, _register(CONSUMER), dtype
+        s, m_i, l_i, wild, SCORE, MASK[0], BLOCK_N, _register("large", CONSUMER), dtype
     )
     if DROPOUT[0] is not None:
         p32 = drop_tile(p32, DROPOUT, m_start, n_start)
@@ -274,8 +274,8 @@ def _step(
 
 
 @gluon.constexpr_function
-def _register(consumer):
-    return f"large_{consumer}"
+def _register(name, consumer):
+    return f"{name}_{consumer}"
 
 
 @gluon.jit
@@ -347,6 +347,9 @@ def _consume(
         p32, m_i, l_i = first_softmax(s, SCORE, BLOCK_N, rows, dtype)
         if seed is not None:
             p32 = drop_tile(p32, DROPOUT, m_start, n_start)
+        wild = 0  # narrow heads wait for softmax, where one more branch costs 4 %
+        if BLOCK_D >= 128:
+            wild = is_wild(m_i, l_i, MASK[0], _register("wild", CONSUMER))
         p = gl.convert_layout(p32.to(dtype), p_layout, assert_trivial=True)
         o = gl.full([64, BLOCK_DV], 0.0, gl.float32, o_layout)
         alpha = gl.full([64], 1.0, gl.float32, rows)
@@ -357,7 +360,7 @@ def _consume(
         MAY_CUT: gl.constexpr = not ONE_MASKED or SIZES[9] is not None
         for n in range(n_start - BLOCK_N, n0 - BLOCK_N, -BLOCK_N):
             p, o, alpha, m_i, l_i = _step(
-                q, BUFFERS, BARRIERS, p, o, alpha, m_i, l_i, it, m_start, n, n > n0,
+                q, BUFFERS, BARRIERS, p, o, alpha, m_i, l_i, wild, it, m_start, n, n > n0,
                 (n < n1) | (n >= n2), SCORE, MASK, DROPOUT, MAY_CUT, CONSUMER, TILE, APPROX_TANH,
             )  # fmt: skip
             it += 1

@@ -60,18 +60,23 @@ def row_maximum(s, BLOCK_N: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def _with_maximum(s, m_i, seen, SCORE, BLOCK_N: gl.constexpr, dtype: gl.constexpr):
-    """p, m and alpha where the reference moves: past the maximum, which leaves room for larger ones
-    to come, by as much as lse keeps its digits, and never back. ``seen`` is the logarithm of the
-    row's sum so far, its maximum but for a few units: so all rows of a warp find room when one has
-    none left."""
+def _with_maximum(s, m_i, SCORE, BLOCK_N: gl.constexpr, dtype: gl.constexpr, seen=None):
+    """p, m and alpha where the reference moves if the maximum is above it: past the maximum, which
+    leaves room for larger ones to come, by as much as lse keeps its digits.
+
+    With ``seen``, the logarithm of each row's sum so far, which is its maximum but for a few units,
+    rows whose reference still serves move theirs too, to have as much room.
+    """
     ROOM: gl.constexpr = _range(dtype)[1]
     rows: gl.constexpr = m_i.type.layout
     top = to_m(row_maximum(s, BLOCK_N, rows), SCORE)
-    if ROOM > 0:
+    if ROOM == 0:
+        m_new = gl.maximum(m_i, top)
+    elif seen is not None:
         top = gl.maximum(top, seen)
-        top += gl.minimum(gl.abs(top), ROOM)
-    m_new = gl.maximum(m_i, top)
+        m_new = gl.maximum(m_i, top + gl.minimum(gl.abs(top), ROOM))
+    else:
+        m_new = gl.where(top > m_i, top + gl.minimum(gl.abs(top), ROOM), m_i)
     # rows that have seen no key: exp(-inf - 0) is 0, exp(-inf + inf) is not
     reference = gl.where(m_new == NEG_INF, 0.0, m_new)
     alpha = exp2_subnormal(m_i - reference)
@@ -83,32 +88,47 @@ def _with_maximum(s, m_i, seen, SCORE, BLOCK_N: gl.constexpr, dtype: gl.constexp
 def first_softmax(s, SCORE, BLOCK_N: gl.constexpr, layout: gl.constexpr, dtype: gl.constexpr):
     """p, m_i and l_i of a row's first tile, which may be masked."""
     m_i = gl.full([64], NEG_INF, gl.float32, layout)
-    p, m_i, _ = _with_maximum(s, m_i, m_i, SCORE, BLOCK_N, dtype)
+    p, m_i, _ = _with_maximum(s, m_i, SCORE, BLOCK_N, dtype)
     return p, m_i, partial_sums(p, BLOCK_N)
 
 
 @gluon.jit
 def softmax(
-    s, m_i, l_i, SCORE, scalar, BLOCK_N: gl.constexpr, REGISTER: gl.constexpr,
+    s, m_i, l_i, wild, SCORE, scalar, BLOCK_N: gl.constexpr, REGISTER: gl.constexpr,
     dtype: gl.constexpr,
 ):  # fmt: skip
     """One step: p, m, l and alpha; p will be rounded to ``dtype``.
 
     No maximum is taken: p is computed against the old reference, and the partial sums, needed
     anyway, tell whether it grew too large, or is NaN since the row has seen no key so far. Then
-    the warp takes the maximum and p once more.
+    the warp takes the maximum and p once more; a ``wild`` warp does so at once.
     """
     LIMIT: gl.constexpr = _range(dtype)[0]
     rows: gl.constexpr = m_i.type.layout
     m_new = m_i
     alpha = gl.full([64], 1.0, gl.float32, rows)
-    p = exp2(to_m(s, SCORE) - m_i[:, None])
-    sums, large = any_above(partial_sums(p, BLOCK_N), LIMIT, scalar, REGISTER)
-    if large != 0:
-        total = gl.convert_layout(gl.sum(l_i, 1), rows, assert_trivial=True)
-        p, m_new, alpha = _with_maximum(s, m_i, m_i + gl.log2(total), SCORE, BLOCK_N, dtype)
+    if wild != 0:
+        p, m_new, alpha = _with_maximum(s, m_i, SCORE, BLOCK_N, dtype)
         sums = partial_sums(p, BLOCK_N)
+    else:
+        p = exp2(to_m(s, SCORE) - m_i[:, None])
+        sums, large = any_above(partial_sums(p, BLOCK_N), LIMIT, scalar, REGISTER)
+        if large != 0:
+            total = gl.convert_layout(gl.sum(l_i, 1), rows, assert_trivial=True)
+            p, m_new, alpha = _with_maximum(s, m_i, SCORE, BLOCK_N, dtype, m_i + gl.log2(total))
+            sums = partial_sums(p, BLOCK_N)
     return p, m_new, _add(l_i, alpha, sums), alpha
+
+
+@gluon.jit
+def is_wild(m_i, l_i, scalar, REGISTER: gl.constexpr):
+    """Whether a row of the warp has a first reference beyond +-2^7: scores so large may well grow
+    by more than a reference has room for, and that again and again."""
+    rows: gl.constexpr = gl.SliceLayout(1, l_i.type.layout)
+    top = gl.abs(gl.where(m_i == NEG_INF, 0.0, m_i))
+    top = gl.convert_layout(top, rows, assert_trivial=True)[:, None]
+    _, wild = any_above(gl.broadcast(top, l_i)[0], 7, scalar, REGISTER)
+    return wild
 
 
 @gluon.jit
