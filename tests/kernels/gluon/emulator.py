@@ -431,10 +431,6 @@ def _any_above(x: Any, EXPONENT: int, scalar: Any, REGISTER: str) -> Any:
     return x, int(not bool((x <= 2.0**EXPONENT).all()))
 
 
-def _warpgroup_above(x: Any, EXPONENT: int, scalar: Any, REGISTER: str, BARRIER: int) -> int:
-    return int(not bool((x <= 2.0**EXPONENT).all()))
-
-
 def _tanh(x: Any, APPROX: Any) -> Tile:
     return tile(torch.tanh(x))
 
@@ -476,7 +472,6 @@ _ASM = {
     "exp2_subnormal": lambda x: tile(torch.exp2(x)),
     "rescale": _rescale,
     "any_above": _any_above,
-    "warpgroup_above": _warpgroup_above,
     "block_boundary": lambda length: None,
     "opaque_zero": lambda x: 0,
     "wait_turn": _wait_turn,

@@ -223,8 +223,8 @@ def _hide(s, m_start, n_start, MASK):
 
 @gluon.jit
 def _step(
-    q, BUFFERS, BARRIERS, p, o, alpha, m_i, l_i, it, m_start, n_start, more, cut, SCORE, MASK,
-    DROPOUT, WILD: gl.constexpr, MAY_CUT: gl.constexpr, CONSUMER: gl.constexpr, TILE: gl.constexpr,
+    q, BUFFERS, BARRIERS, p, o, alpha, m_i, l_i, wild, it, m_start, n_start, more, cut, SCORE, MASK,
+    DROPOUT, MAY_CUT: gl.constexpr, CONSUMER: gl.constexpr, TILE: gl.constexpr,
     APPROX_TANH: gl.constexpr,
 ):  # fmt: skip
     """Algorithm 2 of FlashAttention-3 for one block: its Q K^T and softmax, and P V of the block
@@ -262,7 +262,7 @@ def _step(
         if cut:
             s = _hide(s, m_start, n_start, MASK)
     p32, m_i, l_i, alpha = softmax(
-        s, m_i, l_i, SCORE, MASK[0], WILD, BLOCK_N, _register("large", CONSUMER), dtype
+        s, m_i, l_i, wild, SCORE, MASK[0], BLOCK_N, _register("large", CONSUMER), dtype
     )
     if DROPOUT[0] is not None:
         p32 = drop_tile(p32, DROPOUT, m_start, n_start)
@@ -270,24 +270,6 @@ def _step(
     o = warpgroup_mma_wait(0, deps=[o])
     mbarrier.arrive(v_empty.index(before), count=1)
     p = gl.convert_layout(p32.to(dtype), p_layout, assert_trivial=True)
-    return p, o, alpha, m_i, l_i
-
-
-@gluon.jit
-def _visit(
-    q, BUFFERS, BARRIERS, STATE, it, PLACE, SCORE, MASK, DROPOUT, WILD: gl.constexpr,
-    MAY_CUT: gl.constexpr, CONSUMER: gl.constexpr, TILE: gl.constexpr, APPROX_TANH: gl.constexpr,
-):  # fmt: skip
-    """The blocks of keys before the last one, from there to the first."""
-    p, o, alpha, m_i, l_i = STATE
-    m_start, n_start, n0, n1, n2 = PLACE
-    BLOCK_N: gl.constexpr = TILE[1]
-    for n in range(n_start - BLOCK_N, n0 - BLOCK_N, -BLOCK_N):
-        p, o, alpha, m_i, l_i = _step(
-            q, BUFFERS, BARRIERS, p, o, alpha, m_i, l_i, it, m_start, n, n > n0,
-            (n < n1) | (n >= n2), SCORE, MASK, DROPOUT, WILD, MAY_CUT, CONSUMER, TILE, APPROX_TANH,
-        )  # fmt: skip
-        it += 1
     return p, o, alpha, m_i, l_i
 
 
@@ -365,7 +347,9 @@ def _consume(
         p32, m_i, l_i = first_softmax(s, SCORE, BLOCK_N, rows, dtype)
         if seed is not None:
             p32 = drop_tile(p32, DROPOUT, m_start, n_start)
-        wild = is_wild(m_i, MASK[0], _register("wild", CONSUMER), 8 + CONSUMER)
+        wild = 0  # narrow heads wait for softmax, where one more branch costs 4 %
+        if BLOCK_D >= 128:
+            wild = is_wild(m_i, l_i, MASK[0], _register("wild", CONSUMER))
         p = gl.convert_layout(p32.to(dtype), p_layout, assert_trivial=True)
         o = gl.full([64, BLOCK_DV], 0.0, gl.float32, o_layout)
         alpha = gl.full([64], 1.0, gl.float32, rows)
@@ -374,20 +358,12 @@ def _consume(
         mbarrier.wait(k_full.index(st), parity, pred=n_start > n0)
 
         MAY_CUT: gl.constexpr = not ONE_MASKED or SIZES[9] is not None
-        PLACE = m_start, n_start, n0, n1, n2
-        state = p, o, alpha, m_i, l_i
-        if wild != 0:
-            state = _visit(
-                q, BUFFERS, BARRIERS, state, it, PLACE, SCORE, MASK, DROPOUT, True, MAY_CUT,
-                CONSUMER, TILE, APPROX_TANH,
+        for n in range(n_start - BLOCK_N, n0 - BLOCK_N, -BLOCK_N):
+            p, o, alpha, m_i, l_i = _step(
+                q, BUFFERS, BARRIERS, p, o, alpha, m_i, l_i, wild, it, m_start, n, n > n0,
+                (n < n1) | (n >= n2), SCORE, MASK, DROPOUT, MAY_CUT, CONSUMER, TILE, APPROX_TANH,
             )  # fmt: skip
-        else:
-            state = _visit(
-                q, BUFFERS, BARRIERS, state, it, PLACE, SCORE, MASK, DROPOUT, False, MAY_CUT,
-                CONSUMER, TILE, APPROX_TANH,
-            )  # fmt: skip
-        p, o, alpha, m_i, l_i = state
-        it += (n_start - n0) // BLOCK_N
+            it += 1
 
         # P V of the first block
         if not SHARED_OUT:

@@ -95,17 +95,6 @@ def _vote(register, exponent):
 
 
 @gluon.constexpr_function
-def _vote_of_warpgroup(register, exponent, barrier):
-    limit = f"0f{127 + exponent << 23:08X}"
-    return (
-        f".reg .b32 {register}; {{ .reg .pred p, q; setp.gtu.f32 p, $0, {limit}; "
-        f"setp.gtu.f32 q, $1, {limit}; or.pred p, p, q; "
-        f"barrier.cta.red.or.pred p, {barrier}, 128, p; "
-        f"vote.sync.ballot.b32 {register}, p, 0xffffffff; }}"  # tells ptxas: equal in a warp
-    )
-
-
-@gluon.constexpr_function
 def _read(register):
     return f"mov.b32 $0, {register};"
 
@@ -125,21 +114,6 @@ def any_above(x, EXPONENT: gl.constexpr, scalar, REGISTER: gl.constexpr):
         _read(REGISTER), "=r,r", [scalar], dtype=gl.int32, is_pure=False, pack=1
     )
     return x, found
-
-
-@gluon.jit
-def warpgroup_above(
-    x, EXPONENT: gl.constexpr, scalar, REGISTER: gl.constexpr, BARRIER: gl.constexpr
-):
-    """Whether a thread of the warpgroup holds a value of x, two to a thread, above 2^EXPONENT or a
-    NaN; ``scalar`` and ``REGISTER`` as for ``any_above``, ``BARRIER`` is free."""
-    gl.inline_asm_elementwise(
-        _vote_of_warpgroup(REGISTER, EXPONENT, BARRIER), "=f,=f,0,1", [x],
-        dtype=gl.float32, is_pure=False, pack=2,
-    )  # fmt: skip
-    return gl.inline_asm_elementwise(
-        _read(REGISTER), "=r,r", [scalar], dtype=gl.int32, is_pure=False, pack=1
-    )
 
 
 @gluon.jit

@@ -12,7 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..triton import score as triton_score
-from .ptx import any_above, exp2, exp2_subnormal, warpgroup_above
+from .ptx import any_above, exp2, exp2_subnormal
 from .twins import twin
 
 NEG_INF: gl.constexpr = gl.constexpr(float("-inf"))
@@ -94,23 +94,23 @@ def first_softmax(s, SCORE, BLOCK_N: gl.constexpr, layout: gl.constexpr, dtype: 
 
 @gluon.jit
 def softmax(
-    s, m_i, l_i, SCORE, scalar, WILD: gl.constexpr, BLOCK_N: gl.constexpr, REGISTER: gl.constexpr,
+    s, m_i, l_i, wild, SCORE, scalar, BLOCK_N: gl.constexpr, REGISTER: gl.constexpr,
     dtype: gl.constexpr,
 ):  # fmt: skip
     """One step: p, m, l and alpha; p will be rounded to ``dtype``.
 
     No maximum is taken: p is computed against the old reference, and the partial sums, needed
     anyway, tell whether it grew too large, or is NaN since the row has seen no key so far. Then
-    the warp takes the maximum and p once more. With WILD it does so at once.
+    the warp takes the maximum and p once more; a ``wild`` warp does so at once.
     """
-    if WILD:
+    LIMIT: gl.constexpr = _range(dtype)[0]
+    rows: gl.constexpr = m_i.type.layout
+    m_new = m_i
+    alpha = gl.full([64], 1.0, gl.float32, rows)
+    if wild != 0:
         p, m_new, alpha = _with_maximum(s, m_i, SCORE, BLOCK_N, dtype)
         sums = partial_sums(p, BLOCK_N)
     else:
-        LIMIT: gl.constexpr = _range(dtype)[0]
-        rows: gl.constexpr = m_i.type.layout
-        m_new = m_i
-        alpha = gl.full([64], 1.0, gl.float32, rows)
         p = exp2(to_m(s, SCORE) - m_i[:, None])
         sums, large = any_above(partial_sums(p, BLOCK_N), LIMIT, scalar, REGISTER)
         if large != 0:
@@ -121,11 +121,14 @@ def softmax(
 
 
 @gluon.jit
-def is_wild(m_i, scalar, REGISTER: gl.constexpr, BARRIER: gl.constexpr):
-    """Whether a row of the warpgroup has a first reference above 2^7: scores so large may well grow
+def is_wild(m_i, l_i, scalar, REGISTER: gl.constexpr):
+    """Whether a row of the warp has a first reference beyond +-2^7: scores so large may well grow
     by more than a reference has room for, and that again and again."""
+    rows: gl.constexpr = gl.SliceLayout(1, l_i.type.layout)
     top = gl.abs(gl.where(m_i == NEG_INF, 0.0, m_i))
-    return warpgroup_above(top, 7, scalar, REGISTER, BARRIER)
+    top = gl.convert_layout(top, rows, assert_trivial=True)[:, None]
+    _, wild = any_above(gl.broadcast(top, l_i)[0], 7, scalar, REGISTER)
+    return wild
 
 
 @gluon.jit
