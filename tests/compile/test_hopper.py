@@ -13,20 +13,13 @@ from .test_versions import VERSIONS
 pytestmark = pytest.mark.compile
 
 WIDTHS = [(64, 64), (128, 128), (256, 256), (192, 128), (64, 256), (256, 64)]
-# heads of one narrow width go in one pass
-TWO_PASS_WIDTHS = [(64, 32), (128, 64), *WIDTHS[2:]]
 FEATURES = ["softcap", "alibi", "sink", "dropout", "varlen", "seqused"]
 TWO_PASS = ["bwd_dkdv_sm90", "bwd_dq_sm90"]
 # A few reloads in a loop of some 700 instructions cost nothing that could be measured.
 MOST_LOOP_SPILLS = 16
 
 
-def check(
-    answer: list[dict[str, Any]],
-    loops: int,
-    most_spills: int = MOST_LOOP_SPILLS,
-    divergence: int = 0,
-) -> None:
+def check(answer: list[dict[str, Any]], loops: int, most_spills: int = MOST_LOOP_SPILLS) -> None:
     facts = compiles(answer, "sm_90")
     # ptxas says so when it puts WGMMAs one after another (C7510 and its kin)
     assert not facts["remarks"]
@@ -35,7 +28,7 @@ def check(
     assert facts["loops"] == loops, "over blocks, of all consumer warpgroups"
     assert facts["loop_spills"] <= most_spills
     # where ptxas believes that threads of a warp may differ, it guards every wait: 15 % slower
-    assert facts["loop_divergence"] <= divergence
+    assert facts["loop_divergence"] == 0
     assert facts["mbarrier.init"] == facts["mbarrier.inval"], "else their memory is given away"
 
 
@@ -45,8 +38,7 @@ def test_the_forward(widths: tuple[int, int], mask: str, compiler: Callable[...,
     answer = compiler(
         kernel="fwd_sm90", dtype="bfloat16", head_dim=widths[0], head_dim_v=widths[1], mask=mask
     )
-    # one for scores of hundreds, one for others
-    check(answer, 6 if widths == (64, 64) else 4)
+    check(answer, 3 if widths == (64, 64) else 2)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -56,7 +48,7 @@ def test_a_feature_of_the_forward(
 ) -> None:
     features = ["varlen", feature] if feature == "seqused" else [feature]
     answer = compiler(kernel="fwd_sm90", head_dim=head_dim, mask="causal", features=features)
-    check(answer, 6 if head_dim == 64 else 4)
+    check(answer, 3 if head_dim == 64 else 2)
 
 
 @pytest.mark.parametrize("mask", ["full", "causal", "window"])
@@ -65,12 +57,6 @@ def test_the_one_pass_backward(head_dim: int, mask: str, compiler: Callable[...,
     answer = compiler(kernel="bwd_sm90", dtype="bfloat16", head_dim=head_dim, mask=mask)
     # a loop for blocks that are cut and one for whole ones; with a left side three
     check(answer, 6 if mask == "window" else 4, 24)
-    answer = compiler(
-        kernel="bwd_sm90", dtype="bfloat16", head_dim=head_dim, mask=mask,
-        features=["deterministic"],
-    )  # fmt: skip
-    # passing the turn on is a branch of one thread
-    check(answer, 6 if mask == "window" else 4, 32, 1)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -85,7 +71,7 @@ def test_a_feature_of_the_one_pass_backward(
 
 @pytest.mark.parametrize("kernel", TWO_PASS)
 @pytest.mark.parametrize("mask", ["full", "causal", "window"])
-@pytest.mark.parametrize("widths", TWO_PASS_WIDTHS, ids=lambda w: f"{w[0]}-{w[1]}")
+@pytest.mark.parametrize("widths", WIDTHS, ids=lambda w: f"{w[0]}-{w[1]}")
 def test_the_two_pass_backward(
     widths: tuple[int, int], mask: str, kernel: str, compiler: Callable[..., Any]
 ) -> None:
@@ -97,16 +83,13 @@ def test_the_two_pass_backward(
 
 
 @pytest.mark.parametrize("kernel", TWO_PASS)
-@pytest.mark.parametrize("widths", [(64, 32), (256, 256)], ids=lambda w: f"{w[0]}-{w[1]}")
+@pytest.mark.parametrize("head_dim", [64, 256])
 @pytest.mark.parametrize("feature", FEATURES)
 def test_a_feature_of_the_two_pass_backward(
-    feature: str, widths: tuple[int, int], kernel: str, compiler: Callable[..., Any]
+    feature: str, head_dim: int, kernel: str, compiler: Callable[..., Any]
 ) -> None:
-    answer = compiler(
-        kernel=kernel, head_dim=widths[0], head_dim_v=widths[1], mask="causal",
-        features=["deterministic", feature] + ["varlen"] * (feature == "seqused"),
-    )  # fmt: skip
-    check(answer, 2)
+    features = ["deterministic", feature] + ["varlen"] * (feature == "seqused")
+    check(compiler(kernel=kernel, head_dim=head_dim, mask="causal", features=features), 2)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +107,7 @@ def test_alibi_converts_no_number_per_element(
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_other_versions_of_triton(version: str, compiler: Callable[..., Any]) -> None:
-    check(compiler(version, kernel="fwd_sm90", mask="causal"), 4)
+    check(compiler(version, kernel="fwd_sm90", mask="causal"), 2)
     check(compiler(version, kernel="bwd_sm90", mask="causal"), 4, 32)
     for kernel in TWO_PASS:
         check(compiler(version, kernel=kernel, head_dim=256, mask="causal"), 2)

@@ -453,19 +453,6 @@ def _add(part: torch.Tensor, x: torch.Tensor) -> None:
         part.add_(x)
 
 
-def _wait_turn(place: Pointer, turn: Any, due: Any) -> None:
-    until = time.monotonic() + 2 * PATIENCE
-    while bool(due) and int(_load(place)) != int(turn):
-        assert time.monotonic() < until, f"turn {int(turn)} did not come"
-        time.sleep(1e-4)
-
-
-def _pass_turn(place: Pointer, turn: Any, due: Any, BARRIER: int) -> None:
-    _store_wait(0)
-    if bool(due):
-        _store(place, builtins.max(int(_load(place)), int(turn)))
-
-
 _ASM = {
     "philox": _philox,
     "exp2": _exp2,
@@ -474,8 +461,6 @@ _ASM = {
     "any_above": _any_above,
     "block_boundary": lambda length: None,
     "opaque_zero": lambda x: 0,
-    "wait_turn": _wait_turn,
-    "pass_turn": _pass_turn,
     "_tanh": _tanh,
 }
 _HOPPER = {

@@ -9,17 +9,6 @@ from . import emulator
 from .test_fwd_sm90 import INF, NAN, packed, qkv
 
 
-@pytest.fixture(params=[False, True], ids=["", "in order"])
-def assert_gradients_agree(request, monkeypatch, assert_gradients_agree):
-    """With additions in one order too, by programs that wait for each other."""
-    monkeypatch.setattr(emulator, "side_by_side", request.param)
-
-    def check(inputs, against=None):
-        return assert_gradients_agree(inputs | {"deterministic": request.param}, against)
-
-    return check
-
-
 @pytest.mark.parametrize("d", [64, 128])
 @pytest.mark.parametrize("lengths", [(1, 1), (64, 128), (130, 200), (200, 330)])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
@@ -35,8 +24,10 @@ def test_windows(window, d, assert_gradients_agree):
 
 @pytest.mark.parametrize("d", [64, 128])
 @pytest.mark.parametrize("programs", [1, 2, 7, 132])
-def test_any_number_of_programs(programs, d, monkeypatch, assert_gradients_agree):
+@pytest.mark.parametrize("at_once", [False, True], ids=["", "at once"])
+def test_any_number_of_programs(at_once, programs, d, monkeypatch, assert_gradients_agree):
     """Each takes many tiles, or one, or there are more than tiles; some tiles do not exist."""
+    monkeypatch.setattr(emulator, "side_by_side", at_once)
     monkeypatch.setattr(counters, "_multiprocessors", lambda index: programs)
     bounds = [0, 130, 130, 131, 460, 460, 600]
     assert_gradients_agree(packed(bounds, bounds, h=2, hk=1, d=d) | {"causal": True})
@@ -106,19 +97,3 @@ def test_what_nothing_sees_may_hold_anything(garbage, assert_gradients_agree):
     dirty = assert_gradients_agree(inputs, against=clean)
     for name in ("dq", "dk", "dv"):
         assert torch.equal(getattr(dirty, name), getattr(clean, name)), name
-
-
-@pytest.mark.parametrize("d", [64, 128])
-@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (40, 10), (200, -1)])
-@pytest.mark.parametrize("assert_gradients_agree", [True], ids=["in order"], indirect=True)
-def test_in_order_the_bits_are_the_same_whoever_comes_first(
-    window, d, monkeypatch, assert_gradients_agree
-):
-    inputs = qkv(300, 500, h=2, hk=1, d=d) | {"window_size": window}
-    found = []
-    for programs, together in ((1, False), (2, True), (5, True), (20, True)):
-        monkeypatch.setattr(counters, "_multiprocessors", lambda index, n=programs: n)
-        monkeypatch.setattr(emulator, "side_by_side", together)
-        found.append(assert_gradients_agree(inputs))
-    for other in found[1:]:
-        assert torch.equal(other.dq, found[0].dq)

@@ -5,19 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tilewise.backends.gluon import bwd
 from tilewise.core.features import BY_NAME
 from tilewise.testing import CASES, make_inputs
 
 from .test_fwd_sm90 import INF, NAN, packed, qkv
 
 SUPPORTED = [c for c in CASES if all("gluon" in BY_NAME[f].bwd for f in c.features)]
-
-
-@pytest.fixture(autouse=True)
-def in_two_passes(monkeypatch):
-    """Also what the one pass would take."""
-    monkeypatch.setattr(bwd, "takes", lambda p: False)
 
 
 def ordered(inputs):

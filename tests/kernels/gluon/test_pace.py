@@ -2,7 +2,7 @@
 
 import pytest
 
-from tilewise.backends.gluon import bwd, counters
+from tilewise.backends.gluon import counters
 
 from . import emulator
 from .test_fwd_sm90 import packed, qkv
@@ -43,15 +43,7 @@ def test_the_one_pass_backward(call, d, slow, alone, assert_gradients_agree):
     assert_gradients_agree(CALLS[call](d))
 
 
-@pytest.mark.parametrize("d", [64, 128])
-@pytest.mark.parametrize("call", CALLS)
-def test_the_one_pass_backward_in_order(call, d, slow, monkeypatch, assert_gradients_agree):
-    monkeypatch.setattr(emulator, "side_by_side", True)
-    assert_gradients_agree(CALLS[call](d) | {"deterministic": True})
-
-
 @pytest.mark.parametrize("d", [64, 256])
 @pytest.mark.parametrize("call", CALLS)
-def test_the_two_pass_backward(call, d, slow, monkeypatch, assert_gradients_agree):
-    monkeypatch.setattr(bwd, "takes", lambda p: False)
+def test_the_two_pass_backward(call, d, slow, assert_gradients_agree):
     assert_gradients_agree(CALLS[call](d) | {"deterministic": True})

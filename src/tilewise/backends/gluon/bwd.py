@@ -26,15 +26,17 @@ BLOCK_N: int = KEYS.value
 
 
 def takes(p: AttentionProblem) -> bool:
-    """Whether the one pass can compute a call: heads up to 128 wide, of one width."""
+    """Whether the one pass can compute a call: heads up to 128 wide, of one width, in any order
+    of additions."""
     return (
         p.head_dim == p.head_dim_v
         and p.head_dim <= 128
+        and not p.deterministic
         and p.batch * p.nheads * p.seqlen_q * p.seqlen_k > 0
     )
 
 
-BACKWARD = (*NAMES, "dq_sum", "turns", "counter")
+BACKWARD = (*NAMES, "dq_sum", "counter")
 TILES_OF_SECTION = 1.5  # for each program at least: the longest, which start first, end last
 
 
@@ -51,7 +53,6 @@ def backward(
     heads, rows = statistics_shape(p, tensors.q)
     shape = (heads * rows * block_d // 32, 32)
     new_sum = launch.room(shape, torch.float32, device)
-    new_turns = launch.room((heads * rows // BLOCK_M * 2,), torch.int32, device)
     fits = launch.suits_tma(dout)
 
     def make(call: Call) -> list[Launch]:
@@ -72,7 +73,7 @@ def backward(
         dq, dk, dv = new_dq(), new_dk(), new_dv()
         call = (
             *t, out, lse, dout, dlse, new_lse(), new_delta(), dq, dk, dv, new_sum(),
-            new_turns() if p.deterministic else None, counters.counter_of(device),
+            counters.counter_of(device),
         )  # fmt: skip
         plan(call)
         if p.softmax_scale < 0:
@@ -118,7 +119,6 @@ def _one_pass(p: AttentionProblem, call: Call, block_d: int) -> Launch:
         "dv_rows": Of("dv") if p.layout == VARLEN else None,
         "dk_strides": launch.strides(dk),
         "dv_strides": launch.strides(dv),
-        "turns": Of("turns") if p.deterministic else None,
         "counter": Of("counter"),
         "num_n_blocks": num_n_blocks,
         "num_tiles": num_tiles,
@@ -126,7 +126,7 @@ def _one_pass(p: AttentionProblem, call: Call, block_d: int) -> Launch:
         "grad_scale": abs(p.softmax_scale),
         "BLOCK_D": block_d,
         "STAGES": 3 if block_d == 64 else 2,
-        "BY_MBARRIER": p.mask.window_right is not None or p.deterministic,
+        "BY_MBARRIER": p.mask.window_right is not None,
         "CONSUMER_REGISTERS": 240,
         "PRODUCER_REGISTERS": 24,
         "APPROX_TANH": launch.approx_tanh(t.q),

@@ -40,6 +40,8 @@ def find(p: AttentionProblem) -> HopperConfig:
     """The configuration of a call's forward."""
     widest = max(p.head_dim, p.head_dim_v)
     config = NARROW if widest <= 64 else MIDDLE if widest <= 128 else WIDE
+    if config is MIDDLE and "alibi" in p.features:  # its distances take registers
+        config = replace(config, BLOCK_N=64, num_stages=4)
     if min(p.head_dim, p.head_dim_v) > 128:
         config = replace(config, shared_out=True)
     uneven = p.mask.window_left is not None or p.mask.window_right is not None

@@ -97,8 +97,7 @@ def statistics(p: AttentionProblem, q: Tensor) -> tuple[Callable[[], Tensor], Ca
 def preprocess(
     p: AttentionProblem, call: Call, for_wgmma: bool = False, block_d: int = 0
 ) -> list[Launch]:
-    """Writes the statistics; with ``block_d``, also zeros for dq_sum, in rows of so many, and for
-    turns, where a call has them."""
+    """Writes the statistics; with ``block_d``, also zeros for dq_sum, in rows of so many."""
     t, out, dout = launch.tensors_of(call), call["out"], call["dout"]
     assert out is not None and dout is not None
     num_m_blocks = -(-p.seqlen_q // STATISTICS_BLOCK)
@@ -113,7 +112,6 @@ def preprocess(
         "lse_padded": Of("lse_padded"),
         "delta_padded": Of("delta"),
         "dq_sum": Of("dq_sum") if block_d else None,
-        "turns": Of("turns") if block_d and call["turns"] is not None else None,
         "cu_seqlens_q": None if t.cu_seqlens_q is None else Of("cu_seqlens_q"),
         "seqused_q": None if t.seqused_q is None else Of("seqused_q"),
         **launch.row_strides(out=out, dout=dout),

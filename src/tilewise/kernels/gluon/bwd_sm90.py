@@ -14,11 +14,9 @@ from .barriers import retire
 from .bwd_steps_sm90 import (
     KEYS,
     ROWS,
-    add_dq,
     dq_of,
     in_register_order,
     narrow_step,
-    pass_dq,
     place_of_dq,
     rows_of_stage,
     wide_step,
@@ -27,7 +25,7 @@ from .gradient import block_of_keys, statistics_place
 from .ptx import bar_sync, opaque_zero
 from .rows import clear_slack, load_clear, load_with_statistic, store_tile
 from .schedule import announce, step_tile, told
-from .tma import async_load, store_wait
+from .tma import async_add, async_load, store_wait
 from .twins import twin
 
 keys_of = twin(tiles.keys_of)
@@ -41,17 +39,17 @@ LEAD: gl.constexpr = gl.constexpr(4)  # blocks of rows to go when the next tile 
 
 
 @gluon.jit
-def _next_tile(tile, SIZES, PACKED, counter, num_tiles, FIRST: gl.constexpr, ORDERED: gl.constexpr):
+def _next_tile(tile, SIZES, PACKED, counter, num_tiles, FIRST: gl.constexpr):
     """The program's next block of keys that there is, or num_tiles."""
-    if ORDERED or not FIRST:
-        tile = step_tile(tile, counter, num_tiles, ORDERED)
+    if not FIRST:
+        tile = step_tile(tile, counter, num_tiles)
     if PACKED[1] is not None:
         empty = tile < num_tiles
         while empty:
             found = block_of_keys(tile, SIZES, PACKED, ROWS, KEYS)
             empty = found[2] >= found[6]
             if empty:
-                tile = step_tile(tile, counter, num_tiles, ORDERED)
+                tile = step_tile(tile, counter, num_tiles)
                 empty = tile < num_tiles
     return gl.minimum(tile, num_tiles)
 
@@ -63,7 +61,7 @@ def _produce(GIVEN, counter, num_tiles, TILE: gl.constexpr):
     it = 0  # blocks of rows so far
     turn = 0  # tiles so far
     cleared = 0  # tiles with rows zeroed so far
-    tile = _next_tile(gl.program_id(0), SIZES, PACKED, counter, num_tiles, True, TILE[4])
+    tile = _next_tile(gl.program_id(0), SIZES, PACKED, counter, num_tiles, True)
     while tile < num_tiles:
         announce(tile, BUFFERS[8], BARRIERS[8], BARRIERS[9], turn)
         tile, it, cleared = _load_tile(GIVEN, tile, counter, num_tiles, it, turn, cleared, TILE)
@@ -121,7 +119,7 @@ def _load_tile(GIVEN, tile, counter, num_tiles, it, turn, cleared, TILE: gl.cons
         mbarrier.arrive(k_full.index(slot), count=1)
         mbarrier.arrive(v_full.index(value_slot), count=1)
     cleared = _load_blocks(GIVEN, FOUND, begin, 1, chosen, it, cleared, MAY_CLEAR, TILE)
-    tile = _next_tile(tile, SIZES, PACKED, counter, num_tiles, False, TILE[4])
+    tile = _next_tile(tile, SIZES, PACKED, counter, num_tiles, False)
     cleared = _load_blocks(GIVEN, FOUND, begin, chosen, steps, it, cleared, MAY_CLEAR, TILE)
     return tile, it + gl.maximum(steps, 0), cleared
 
@@ -201,11 +199,9 @@ def _load_keys(
 
 
 @gluon.constexpr_function
-def _order(block_d, left, right, softcap, ordered):
+def _order(block_d, left, right, softcap):
     """In which order a tile's blocks of rows follow: as they stand (0), from one of its own and
     round (1), from the last one (2)."""
-    if ordered:
-        return 2  # where a tile waits least for the one before, whose rows are the earlier ones
     if block_d == 64:
         return 0 if left or right else 1
     return 2 if right and not (left or softcap) else 0  # softcap spills too much
@@ -243,22 +239,22 @@ def _visit(
 ):  # fmt: skip
     """The blocks of rows of [m_from, m_to). A loop with a branch for those that are cut would be
     slower: ptxas orders nothing across a branch."""
-    x, dk, dv, st, parity, bit, dq_row, dq_before, left = STATE
+    x, dk, dv, st, parity, bit, dq_row, left = STATE
     for m in range(m_from, m_to, ROWS):
         m_start = _turned(m, PLACE[5], m_from, m_to, TILE)
-        state = x, dk, dv, st, parity, bit, dq_row, dq_before, left
+        state = x, dk, dv, st, parity, bit, dq_row, left
         dq_next = place_of_dq(PLACE, m_start, GIVEN, CONSUMER, TILE)
         if TILE[0] == 64:
-            x, dk, dv, st, parity, bit, dq_row, dq_before, left = narrow_step(
+            x, dk, dv, st, parity, bit, dq_row, left = narrow_step(
                 state, k_a, v_a, dq_next, m_start, GIVEN, PLACE, SCORE, MASK, DROPOUT, keep_scale,
                 CUT, CONSUMER, TILE, APPROX_TANH,
             )  # fmt: skip
         else:
-            x, dk, dv, st, parity, bit, dq_row, dq_before, left = wide_step(
+            x, dk, dv, st, parity, bit, dq_row, left = wide_step(
                 state, dq_next, m_start, GIVEN, PLACE, SCORE, MASK, DROPOUT, keep_scale, CUT,
                 CONSUMER, TILE, APPROX_TANH,
             )  # fmt: skip
-    return x, dk, dv, st, parity, bit, dq_row, dq_before, left
+    return x, dk, dv, st, parity, bit, dq_row, left
 
 
 @gluon.jit
@@ -336,9 +332,7 @@ def _consume(
                 dq_s.index(CONSUMER).store(gl.full([BLOCK_D, 32], 0.0, gl.float32, plain))
             first = head_kv * SIZES[2]
             dq_row = place_of_dq((batch_id, first, start_q, n_start), m0, GIVEN, CONSUMER, TILE)
-            steps = (m3 - m0) // ROWS * SIZES[2]
-            dq_before = dq_row
-            left = steps
+            left = (m3 - m0) // ROWS * SIZES[2]
             whole = m3
             if SIZES[9] is not None:
                 whole = m2
@@ -356,8 +350,8 @@ def _consume(
                     None,
                 )
                 DROPOUT = seed, dropout_threshold, head, batch_id
-                PLACE = batch_id, head, start_q, n_start, keys, begin, steps
-                state = x, dk, dv, st, parity, bit, dq_row, dq_before, left
+                PLACE = batch_id, head, start_q, n_start, keys, begin
+                state = x, dk, dv, st, parity, bit, dq_row, left
                 for part in gl.static_range(3):
                     if part == CUT_ON_THE_RIGHT:
                         state = _visit(
@@ -374,7 +368,7 @@ def _consume(
                             state, k_a, v_a, whole, m3, GIVEN, PLACE, SCORE, MASK, DROPOUT,
                             keep_scale, True, CONSUMER, TILE, APPROX_TANH,
                         )  # fmt: skip
-                x, dk, dv, st, parity, bit, dq_row, dq_before, left = state
+                x, dk, dv, st, parity, bit, dq_row, left = state
             x, dk = warpgroup_mma_wait(0, deps=[x, dk])
             if NARROW:
                 mbarrier.wait(ds_full, bit)
@@ -385,9 +379,7 @@ def _consume(
             else:
                 mbarrier.arrive(v_empty.index(0), count=1)
             fence_async_shared()
-            PLACE = batch_id, first, start_q, n_start, keys, begin, steps
-            add_dq(dq_row, dq_before, left, GIVEN, PLACE, MASK, CONSUMER, TILE)
-            pass_dq(dq_row, left - 1, GIVEN, PLACE, MASK, CONSUMER, TILE)
+            async_add(TENSORS[6], [dq_row, 0], dq_s.index(CONSUMER))
         elif not NARROW:
             mbarrier.wait(v_full.index(0), value_phase)
             mbarrier.arrive(v_empty.index(0), count=1)
@@ -444,7 +436,6 @@ def flash_bwd_sm90_kernel(
     dq,
     dk,
     dv,
-    turns,
     counter,
     dk_rows,
     dv_rows,
@@ -490,15 +481,13 @@ def flash_bwd_sm90_kernel(
         sequence, 64 for each of two warpgroups, with the query heads of its group and their blocks
         of rows, which a producer warp loads by TMA.
     Numerics: float32 accumulators; P and dS in the inputs' dtype. dQ is added to float32 memory,
-        zero before, by TMA: in the order of arrival, where its last bits differ from run to run, or
-        with ``turns``, zero before, in the order of the keys.
+        zero before, by TMA in the order of arrival: its last bits differ from run to run.
     Source: Shah and others 2024, "FlashAttention-3", Algorithm 3; dQ by TMA reduction as there.
     """
-    ORDERED: gl.constexpr = turns is not None
     ORDER: gl.constexpr = _order(
-        BLOCK_D, window_left is not None, window_right is not None, softcap is not None, ORDERED
+        BLOCK_D, window_left is not None, window_right is not None, softcap is not None
     )
-    TILE: gl.constexpr = (BLOCK_D, STAGES, BY_MBARRIER, ORDER, ORDERED)
+    TILE: gl.constexpr = (BLOCK_D, STAGES, BY_MBARRIER, ORDER)
     VALUE_STAGES: gl.constexpr = 2 if BLOCK_D == 64 else 1
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, ROWS], q.dtype)
     q_s = gl.allocate_shared_memory(q.dtype, [STAGES, 1, ROWS, 1, BLOCK_D], q.layout)
@@ -542,7 +531,7 @@ def flash_bwd_sm90_kernel(
         clear_slack(dk_rows, dk_strides, cu_seqlens_k, batch, total_k, nheads_kv, dk_strides[2])
         clear_slack(dv_rows, dv_strides, cu_seqlens_k, batch, total_k, nheads_kv, dv_strides[2])
 
-    TENSORS = q, k, v, dout, lse, delta, dq, dk, dv, turns
+    TENSORS = q, k, v, dout, lse, delta, dq, dk, dv
     BUFFERS = q_s, do_s, k_s, v_s, lse_s, delta_s, ds_s, dq_s, told_s
     BARRIERS = (
         k_full, v_full, q_full, dout_full, empty, ds_full, clear, k_empty, tile_full, tile_empty,

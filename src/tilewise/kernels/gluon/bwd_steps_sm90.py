@@ -1,20 +1,19 @@
 """A block of rows in the one-pass backward, by a warpgroup: its share of dK, dV and dQ.
 
-TENSORS  (q, k, v, dout, lse, delta, dq, dk, dv, turns): TMA descriptors; lse, delta and dq are
-         the backward's own, in the orders that ``statistics`` and ``in_register_order`` say;
-         turns counts the additions to each half of dQ's columns in a block of rows, or is None
+TENSORS  (q, k, v, dout, lse, delta, dq, dk, dv): TMA descriptors; lse, delta and dq are the
+         backward's own, in the orders that ``statistics`` and ``in_register_order`` say
 BUFFERS  (q, dout, k, v, lse, delta, ds, dq, tile): shared memory; q, dout, lse and delta are
          rings of blocks of rows, k two halves of 64 keys of two tiles, v of two (narrow heads) or
          one, ds the halves of two blocks of rows
 BARRIERS (k_full, v_full, q_full, dout_full, empty, ds_full, clear, k_empty, tile_full,
           tile_empty, v_empty)
 SIZES and PACKED are as in ``gradient``.
-TILE     (BLOCK_D, STAGES, BY_MBARRIER, ORDER, ORDERED)
-PLACE    (batch_id, head, start_q, n_start, keys, begin, steps): where a warpgroup's tiles lie, K's
-         halves in shared memory, how far into its rows a tile begins, and how many blocks it has
-STATE    (x, dk, dv, st, parity, bit, dq_row, dq_before, left): S^T in flight and the
-         accumulators, where in the ring the next block of rows is, which of two it is for dS,
-         where the latest dQ goes and the one before it, how many blocks are left
+TILE     (BLOCK_D, STAGES, BY_MBARRIER, ORDER)
+PLACE    (batch_id, head, start_q, n_start, keys, begin): where a warpgroup's tiles lie, K's
+         halves in shared memory, and how far into its rows a tile begins
+STATE    (x, dk, dv, st, parity, bit, dq_row, left): S^T in flight and the accumulators, where
+         in the ring the next block of rows is, which of two it is for dS, where the latest dQ
+         goes, how many blocks are left
 """
 
 from triton.experimental import gluon
@@ -26,16 +25,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..triton import tiles
 from .dropout import sign_transposed
 from .gradient import statistics, statistics_place
-from .ptx import bar_sync, exp2, opaque_zero, pass_turn, wait_turn
+from .ptx import bar_sync, exp2, opaque_zero
 from .score import scores
 from .softmax import hide, to_m
 from .tma import async_add, store_wait
-from .twins import twin
 
-keys_of = twin(tiles.keys_of)
 ROWS: gl.constexpr = gl.constexpr(64)
 KEYS: gl.constexpr = gl.constexpr(128)
 
@@ -45,40 +41,6 @@ def place_of_dq(PLACE, m_start, GIVEN, CONSUMER: gl.constexpr, TILE: gl.constexp
     """Where a block's share of dQ begins in rows of 32."""
     line, first, columns = statistics_place(PLACE[0], PLACE[1], PLACE[2], GIVEN[3], GIVEN[4])
     return (line * columns + first + m_start) * (TILE[0] // 32) + CONSUMER * TILE[0]
-
-
-@gluon.jit
-def _turn(dq_row, GIVEN, PLACE, MASK, CONSUMER: gl.constexpr, TILE: gl.constexpr):
-    """How many tiles, those of earlier keys, add to a block of dQ before this one."""
-    SIZES, PACKED = GIVEN[3], GIVEN[4]
-    turn = (PLACE[3] - CONSUMER * 64) // KEYS
-    if SIZES[9] is not None:  # the window hides the first of them
-        _line, first, columns = statistics_place(PLACE[0], PLACE[1], PLACE[2], SIZES, PACKED)
-        m_start = dq_row // (2 * TILE[0]) * ROWS % columns - first
-        turn -= keys_of(m_start, gl.minimum(m_start + ROWS, MASK[0]), MASK)[0] // KEYS
-    return turn
-
-
-@gluon.jit
-def add_dq(
-    dq_row, dq_before, left, GIVEN, PLACE, MASK, CONSUMER: gl.constexpr, TILE: gl.constexpr
-):  # fmt: skip
-    """Begins to add what is in shared memory to dQ; if ORDERED, when it is this tile's turn, and
-    after what the step before has added is there."""
-    if TILE[4]:  # before its first block a tile adds zeros, for which no turn is due
-        pass_dq(dq_before, left, GIVEN, PLACE, MASK, CONSUMER, TILE)
-        turn = _turn(dq_row, GIVEN, PLACE, MASK, CONSUMER, TILE)
-        wait_turn(GIVEN[0][9] + dq_row // TILE[0], turn, left < PLACE[6])
-    async_add(GIVEN[0][6], [dq_row, 0], GIVEN[1][7].index(CONSUMER))
-
-
-@gluon.jit
-def pass_dq(dq_row, left, GIVEN, PLACE, MASK, CONSUMER: gl.constexpr, TILE: gl.constexpr):
-    """If ORDERED, waits until what was added to a block is there, and gives the next tile its
-    turn."""
-    if TILE[4]:
-        turn = _turn(dq_row, GIVEN, PLACE, MASK, CONSUMER, TILE)
-        pass_turn(GIVEN[0][9] + dq_row // TILE[0], turn + 1, left < PLACE[6] - 1, 10 + CONSUMER)
 
 
 @gluon.jit
@@ -171,7 +133,7 @@ def wide_step(
     CONSUMER: gl.constexpr, TILE: gl.constexpr, APPROX_TANH: gl.constexpr,
 ):  # fmt: skip
     """One block of rows, heads of more than 64. dQ of the block before is in shared memory."""
-    x, dk, dv, st, parity, bit, dq_row, dq_before, left = STATE
+    x, dk, dv, st, parity, bit, dq_row, left = STATE
     TENSORS, BUFFERS, BARRIERS, _SIZES, _PACKED = GIVEN
     BLOCK_D: gl.constexpr = TILE[0]
     BY_MBARRIER: gl.constexpr = TILE[2]
@@ -208,7 +170,7 @@ def wide_step(
     dq = dq_of(ds_s, k_s, PLACE[4], bit, zero, CONSUMER, BLOCK_D)
     ds_a = gl.convert_layout(ds, a_layout, assert_trivial=True)
     dk = warpgroup_mma(ds_a, q, dk, is_async=True)
-    add_dq(dq_row, dq_before, left, GIVEN, PLACE, MASK, CONSUMER, TILE)
+    async_add(TENSORS[6], [dq_row, 0], dq_s.index(CONSUMER))
     # retires dV, whose operand P is in registers, before the next product is issued
     dv = warpgroup_mma_wait(3, deps=[dv])
     mbarrier.wait(q_full.index(after), after_parity, pred=left > 1)
@@ -221,7 +183,7 @@ def wide_step(
     store_wait(0)
     mbarrier.arrive(empty.index(st), count=1)
     dq_s.index(CONSUMER).store(in_register_order(dq, BLOCK_D // 2))
-    return x, dk, dv, after, after_parity, bit ^ 1, dq_next, dq_row, left - 1
+    return x, dk, dv, after, after_parity, bit ^ 1, dq_next, left - 1
 
 
 @gluon.jit
@@ -231,7 +193,7 @@ def narrow_step(
 ):  # fmt: skip
     """One block of rows, heads up to 64, which leave registers for K and V as operands and for dQ
     of the block before: its dS is in shared memory, so that no warpgroup waits for the other."""
-    x, dk, dv, st, parity, bit, dq_row, dq_before, left = STATE
+    x, dk, dv, st, parity, bit, dq_row, left = STATE
     TENSORS, BUFFERS, BARRIERS, _SIZES, _PACKED = GIVEN
     BLOCK_D: gl.constexpr = TILE[0]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
@@ -260,7 +222,7 @@ def narrow_step(
     ds_s.index(bit * 2 + CONSUMER).store(ds)
     fence_async_shared()
     mbarrier.arrive(ds_full, count=1)
-    add_dq(dq_row, dq_before, left, GIVEN, PLACE, MASK, CONSUMER, TILE)
+    async_add(TENSORS[6], [dq_row, 0], dq_s.index(CONSUMER))
     ds_a = gl.convert_layout(ds, a_layout, assert_trivial=True)
     dk = warpgroup_mma(ds_a, q, dk, is_async=True)
     mbarrier.wait(q_full.index(after), after_parity, pred=left > 1)
@@ -271,4 +233,4 @@ def narrow_step(
     x = warpgroup_mma(k_a, q_after.permute([1, 0]), nothing, use_acc=False, is_async=True)
     dk = warpgroup_mma_wait(1, deps=[dk])
     mbarrier.arrive(empty.index(st), count=1)
-    return x, dk, dv, after, after_parity, bit ^ 1, dq_next, dq_row, left - 1
+    return x, dk, dv, after, after_parity, bit ^ 1, dq_next, left - 1

@@ -123,37 +123,3 @@ def opaque_zero(x):
     return gl.inline_asm_elementwise(
         "mov.b32 $0, 0;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
     )
-
-
-@gluon.jit
-def wait_turn(place, turn, due):
-    """Waits until the number at ``place``, int32 in global memory, is ``turn``, if ``due``."""
-    gl.inline_asm_elementwise(
-        "{ .reg .pred p, q; .reg .b32 x; setp.ne.s32 q, $3, 0; wait: "
-        "ld.acquire.gpu.global.b32 x, [$1]; setp.ne.and.s32 p, x, $2, q; "
-        "vote.sync.any.pred p, p, 0xffffffff; @p bra.uni wait; "
-        "fence.proxy.async.global; mov.u32 $0, x; }",
-        "=r,l,r,r", [place.to(gl.int64), turn, due.to(gl.int32)],
-        dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.constexpr_function
-def _pass(barrier):
-    # A thread of each warp, which comes to the same as one: by its number ptxas would take it for a
-    # branch on which threads differ, and be careful with all that follows.
-    return (
-        "{ .reg .pred p; cp.async.bulk.wait_group 0; fence.proxy.async.global; "
-        f"bar.sync {barrier}, 128; elect.sync _|p, 0xffffffff; setp.ne.and.s32 p, $3, 0, p; "
-        "@p red.release.gpu.global.max.s32 [$1], $2; mov.u32 $0, $2; }"
-    )
-
-
-@gluon.jit
-def pass_turn(place, turn, due, BARRIER: gl.constexpr):
-    """Waits until the warpgroup's TMA stores are in global memory, then raises the number at
-    ``place`` to ``turn``, if ``due``. ``BARRIER`` is free."""
-    gl.inline_asm_elementwise(
-        _pass(BARRIER), "=r,l,r,r", [place.to(gl.int64), turn, due.to(gl.int32)],
-        dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip

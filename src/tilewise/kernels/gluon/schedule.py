@@ -6,19 +6,14 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 
 @gluon.jit
-def step_tile(tile, counter, num_tiles, ORDERED: gl.constexpr = False):
+def step_tile(tile, counter, num_tiles):
     """The tile after ``tile``: the next that no program has taken; without a counter, of a fixed
-    share. A program's first tile is the one of its own number; not so if ORDERED, where no program
-    may have a tile while one before it belongs to a program that is not running yet."""
+    share."""
     if counter is not None:
-        given = gl.num_programs(0)
-        if ORDERED:
-            given = 0
-        count = gl.atomic_add(counter, 1, sem="relaxed") + given
-        # each program asks once in vain: this is the last of all
-        if count == num_tiles + gl.num_programs(0) - 1:
+        count = gl.atomic_add(counter, 1, sem="relaxed")
+        if count == num_tiles - 1:  # each program asks once in vain: this is the last of all
             gl.store(counter, 0)  # for the next launch
-        return count
+        return count + gl.num_programs(0)
     else:
         return tile + gl.num_programs(0)
 

@@ -26,7 +26,6 @@ def flash_bwd_preprocess_kernel(
     lse_padded,
     delta_padded,
     dq_sum,
-    turns,
     cu_seqlens_q,
     seqused_q,
     out_strides,
@@ -48,8 +47,7 @@ def flash_bwd_preprocess_kernel(
         rows without keys and past the end delta is 0 and lse +inf, so that P is 0 there. With
         NATURAL what float32 leaves of lse follows as a second part, in ``last_place`` of the first.
         FOR_WGMMA: -delta, and each 16 rows by pair, half and parity, so that a thread's are
-        adjacent. dq_sum, where the one pass adds up rows of BLOCK_D, becomes 0, and so does turns,
-        where it counts its additions to 64 rows, of which it adds two halves.
+        adjacent. dq_sum, where the one pass adds up rows of BLOCK_D, becomes 0.
     Grid: flat over blocks of STATISTICS_BLOCK rows, heads and sequences.
     Numerics: float32.
     Source: Dao 2023, "FlashAttention-2", Algorithm 2, line 4; dlse is ours: d lse_i / d s_ij is
@@ -99,6 +97,3 @@ def flash_bwd_preprocess_kernel(
         flat = tl.arange(0, BLOCK_M * BLOCK_D)
         nothing = tl.zeros([BLOCK_M * BLOCK_D], tl.float32)
         tl.store(dq_sum + (first + m_start) * BLOCK_D + flat, nothing)
-        if turns is not None:
-            halves = (first + m_start) // 32 + tl.arange(0, BLOCK_M // 32)
-            tl.store(turns + halves, tl.zeros([BLOCK_M // 32], tl.int32))
