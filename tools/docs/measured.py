@@ -281,6 +281,8 @@ def device_tests() -> str:
             continue
         counts = content["counts"]
         told = ", ".join(f"{n} {outcome}" for outcome, n in counts.items())
+        if not content["complete"]:
+            told += "; not all had their turn"
         seconds = f"{content['seconds']:.0f} s"
         lines.append([f"`{path.name}`", facts(content["board"]), told, seconds])
         failures += [f"- `{f['test']}`: {f['message']}" for f in content["failures"]]
