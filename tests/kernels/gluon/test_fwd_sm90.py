@@ -221,3 +221,19 @@ def test_strides_that_tma_cannot_read(assert_forward_agrees):
     inputs["k"] = inputs["k"][..., ::2]
     inputs["v"] = inputs["v"].transpose(1, 3).contiguous().transpose(1, 3)[..., :64]
     assert_forward_agrees(inputs)
+
+
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("garbage", [NAN, INF, 3e4])
+def test_rows_that_are_not_used_have_no_say_in_any_bit(garbage, d, forward):
+    """They share warps with rows that are."""
+    inputs = packed([0, 100, 230], [0, 140, 400], slack=40, d=d, dtype=torch.bfloat16) | {
+        "seqused_q": torch.tensor([37, 101], dtype=torch.int32),
+    }
+    clean = forward(**inputs)
+    used = torch.zeros(270, dtype=torch.bool)
+    used[:37] = used[100:201] = True
+    inputs["q"] = inputs["q"].masked_fill(~used[:, None, None], garbage)
+    dirty = forward(**inputs)
+    assert torch.equal(dirty.out[used], clean.out[used])
+    assert torch.equal(dirty.lse[:, used], clean.lse[:, used])

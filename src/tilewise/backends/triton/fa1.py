@@ -59,17 +59,22 @@ def _fwd(p: AttentionProblem, call: Call, config: TileConfig) -> Launch:
         "scratch_rows": _scratch_rows(p, t.q, config),
         **launch.tiling(config, use_tma, t.q),
     }
-    programs = p.nheads * p.batch
-    options = launch.options(_in_one_turn(config, programs, t.q))
-    return Launch(fa1_fwd_kernel, programs, arguments, options)
+    options = launch.options(_in_one_turn(p, config, t.q))
+    return Launch(fa1_fwd_kernel, p.nheads * p.batch, arguments, options)
 
 
-def _in_one_turn(config: TileConfig, programs: int, q: Tensor) -> TileConfig:
+def _in_one_turn(p: AttentionProblem, config: TileConfig, q: Tensor) -> TileConfig:
     """With fewer registers for each, where so three programs on a multiprocessor run at once that
-    would otherwise come in two turns, two and one. Measured for Hopper: 97 to 108 TFLOPS with 384
-    programs of 2k rows, and 104 to 92 with 768, which come in turns anyway."""
-    if config.num_warps != 4 or config.maxnreg or launch.arch(q) != "sm_90" or not q.is_cuda:
+    would otherwise come in two turns, two and one. Measured for Hopper with dropout: 97 to 108
+    TFLOPS with 384 programs of 2k rows, and 104 to 92 with 768, which come in turns anyway. So this
+    one kernel is compiled twice, by the number of heads."""
+    narrow = p.head_dim <= 64 and p.head_dim_v <= 64 and p.dtype != "float32"
+    dropout = "dropout" in p.features and not {"attn_bias", "bool_mask"} & set(p.features)
+    if not (narrow and dropout and launch.arch(q) == "sm_90" and q.is_cuda):
         return config
+    if config.num_warps != 4 or config.maxnreg:
+        return config
+    programs = p.nheads * p.batch
     several = programs / torch.cuda.get_device_properties(q.device).multi_processor_count
     return replace(config, maxnreg=REGISTERS_OF_THREE) if 2 < several <= 3 else config
 

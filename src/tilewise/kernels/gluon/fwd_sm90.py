@@ -13,7 +13,7 @@ from ..triton import score, tiles
 from .barriers import retire
 from .dropout import drop_tile
 from .ptx import block_boundary, exp2, rescale
-from .rows import clear_slack, load_clear
+from .rows import clear_slack, load_seen
 from .schedule import announce, step_tile, told
 from .score import scores
 from .softmax import NEG_INF, first_softmax, hide, is_wild, softmax
@@ -32,7 +32,7 @@ to_lse = twin(score.to_lse)
 
 # TENSORS  (q, k, v, out): TMA descriptors of (batch, seqlen, heads, head_dim)
 # BUFFERS  (q, k, v, o, tile): shared memory; K and V are rings of STAGES tiles
-# BARRIERS (q_full, q_empty, k_full, k_empty, v_full, v_empty, v_clear, tile_full, tile_empty)
+# BARRIERS (q_full, q_empty, k_full, k_empty, v_full, v_empty, clear, tile_full, tile_empty)
 # SIZES    (batch, nheads, group, seqlen_q, seqlen_k, total_q, total_k, num_m_blocks, section,
 #           window_left, window_right, sectioned)
 # PACKED   (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
@@ -107,23 +107,13 @@ def _load_values(
     NaN, so that their rows are zeroed before the consumers are told."""
     BLOCK_N: gl.constexpr = TILE[1]
     BLOCK_DV: gl.constexpr = TILE[3]
-    BYTES: gl.constexpr = BLOCK_N * BLOCK_DV * 2
     st, parity = _stage(it, TILE[4])
-    v_full, v_empty, v_clear = BARRIERS[4], BARRIERS[5], BARRIERS[6]
+    v_full, v_empty = BARRIERS[4], BARRIERS[5]
     mbarrier.wait(v_empty.index(st), parity ^ 1)
-    if MAY_CLEAR:
-        if (n_start < first) | (n_start + BLOCK_N > stop):
-            load_clear(
-                TENSORS[2], batch_id, start_k + n_start, head, BUFFERS[2].index(st), v_clear,
-                cleared, n_start, first, stop, BLOCK_N, BLOCK_DV,
-            )  # fmt: skip
-            mbarrier.arrive(v_full.index(st), count=1)
-            cleared += 1
-        else:
-            _load(TENSORS[2], batch_id, start_k + n_start, head, v_full, BUFFERS[2], st, BYTES)
-    else:
-        _load(TENSORS[2], batch_id, start_k + n_start, head, v_full, BUFFERS[2], st, BYTES)
-    return cleared
+    return load_seen(
+        TENSORS[2], batch_id, start_k + n_start, head, BUFFERS[2].index(st), v_full.index(st),
+        BARRIERS[6], cleared, n_start, first, stop, MAY_CLEAR, BLOCK_N, BLOCK_DV,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -144,6 +134,8 @@ def _load_tile(GIVEN, tile, counter, num_tiles, it, turn, cleared, TILE: gl.cons
     )
     MASK = used_q, used_k, SIZES[9], SIZES[10]
     n0, n3 = _range_of_tile(m_start, MASK, BLOCK_M, BLOCK_N)
+    # rows that are not the sequence's would have a say in when references of a warp's rows move
+    OTHERS: gl.constexpr = PACKED[0] is not None or PACKED[2] is not None
     first, stop = keys_of(0, used_q, MASK)
     # past a dense tensor's end TMA fills with zeros by itself
     MAY_CLEAR: gl.constexpr = PACKED[1] is not None or PACKED[3] is not None or SIZES[9] is not None
@@ -162,8 +154,11 @@ def _load_tile(GIVEN, tile, counter, num_tiles, it, turn, cleared, TILE: gl.cons
     _load(TENSORS[1], entry_k, start_k + n3 - BLOCK_N, head_kv, k_full, BUFFERS[1], st, K_BYTES)
     for w in gl.static_range(CONSUMERS):
         mbarrier.wait(q_empty.index(w), turn & 1 ^ 1)
-        row = start_q + m_start + w * 64
-        _load(TENSORS[0], entry_q, row, head, q_full, BUFFERS[0], w, 64 * BLOCK_D * 2)
+        row = m_start + w * 64
+        cleared = load_seen(
+            TENSORS[0], entry_q, start_q + row, head, BUFFERS[0].index(w), q_full.index(w),
+            BARRIERS[6], cleared, row, 0, used_q, OTHERS, 64, BLOCK_D,
+        )  # fmt: skip
     for n_start in range(n3 - 2 * BLOCK_N, n0 - BLOCK_N, -BLOCK_N):
         st, parity = _stage(it + 1, STAGES)
         mbarrier.wait(k_empty.index(st), parity ^ 1)
@@ -516,7 +511,7 @@ def flash_fwd_sm90_kernel(
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_clear = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    clear = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     tile_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     tile_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     for w in gl.static_range(CONSUMERS):
@@ -527,7 +522,7 @@ def flash_fwd_sm90_kernel(
         mbarrier.init(k_empty.index(st), count=CONSUMERS)
         mbarrier.init(v_full.index(st), count=1)
         mbarrier.init(v_empty.index(st), count=CONSUMERS)
-    mbarrier.init(v_clear, count=1)
+    mbarrier.init(clear, count=1)
     mbarrier.init(tile_full, count=1)
     mbarrier.init(tile_empty, count=CONSUMERS)
     fence_async_shared()
@@ -537,7 +532,7 @@ def flash_fwd_sm90_kernel(
     TENSORS = q, k, v, out
     BUFFERS = q_s, k_s, v_s, o_s, tile_s
     BARRIERS = (
-        q_full, q_empty, k_full, k_empty, v_full, v_empty, v_clear, tile_full, tile_empty,
+        q_full, q_empty, k_full, k_empty, v_full, v_empty, clear, tile_full, tile_empty,
     )  # fmt: skip
     SIZES = (
         batch, nheads, group, seqlen_q, seqlen_k, total_q, total_k, num_m_blocks, section,
