@@ -107,6 +107,7 @@ class Barrier:
         self.changed = threading.Condition()
         self.count = self.left = self.bytes = self.phase = 0
         self.valid = False
+        self.expected, self.seen = -1, 0  # the latest phase that bytes belong to; phases waited for
 
     def init(self, count: int) -> None:
         self.count = self.left = count
@@ -118,6 +119,8 @@ class Barrier:
             assert self.valid
             self.left -= arrivals
             self.bytes += more
+            if more > 0:
+                self.expected = self.phase
             assert self.left >= 0, "more arrivals than the barrier counts"
             if self.left == 0 and self.bytes == 0:
                 self.left = self.count
@@ -129,6 +132,7 @@ class Barrier:
         with self.changed:
             came = self.changed.wait_for(lambda: self.phase & 1 != int(parity), PATIENCE)
             assert came, "a wait for what does not come"
+            self.seen = builtins.max(self.seen, self.phase)
 
 
 class Named:
@@ -180,8 +184,9 @@ class _mbarrier:
 
     @staticmethod
     def invalidate(barrier: Any) -> None:
-        assert _one(barrier).valid
-        _one(barrier).valid = False
+        one = _one(barrier)
+        assert one.valid and one.seen > one.expected, "a load that nobody waited for"
+        one.valid = False
 
     @staticmethod
     def expect(barrier: Any, size: int, pred: Any = True) -> None:
