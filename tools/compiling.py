@@ -378,7 +378,7 @@ def pipeline(kernel: Any) -> dict[str, Any]:
     code = [(int(at, 16), bool(guard), name, rest) for at, guard, name, rest in lines]
     loops = _loops(code)
     spills = {at for at, _, name, _ in code if name.startswith(("LDL", "STL"))}
-    diverging = {at for at, _, name, _ in code if name == "BSSY"}
+    diverging = {at for at, _, name, _ in code if name.startswith("BSSY")}
     return {
         "remarks": remarks,
         "loops": len(loops),

@@ -44,12 +44,12 @@ def test_results_are_whole_and_the_same(backend, deterministic, d, other_process
     dout = torch.randn_like(inputs["q"])
     options = {"backend": backend, "causal": True, "deterministic": deterministic}
     first = results(inputs, dout, **options)
-    dq = first.pop("dq")
     stop = time.monotonic() + SECONDS
     while time.monotonic() < stop:
         got = results(inputs, dout, **options)
-        # may be added in another order
-        torch.testing.assert_close(got.pop("dq"), dq, rtol=2e-2, atol=2e-3)
-        same_bits(got, first)
+        wanted = dict(first)
+        if backend == "gluon" and d <= 128 and not deterministic:  # added in another order
+            torch.testing.assert_close(got["dq"], wanted.pop("dq"), rtol=2e-2, atol=2e-3)
+        same_bits({name: got[name] for name in wanted}, wanted)
         for x in got.values():
             x.detach().fill_(torch.nan)  # the next call gets this memory, and leaves no holes in it

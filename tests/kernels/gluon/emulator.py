@@ -449,7 +449,6 @@ def _philox(DROPOUT: Any, c0: Any, c1: Any) -> Any:
     return [w.as_subclass(Word) for w in words]
 
 
-# What is asm, or words of 32 bits, in a kernel, by the name of its function.
 _adding = threading.Lock()
 
 
@@ -458,6 +457,7 @@ def _add(part: torch.Tensor, x: torch.Tensor) -> None:
         part.add_(x)
 
 
+# What is asm, or words of 32 bits, in a kernel, by the name of its function.
 _ASM = {
     "philox": _philox,
     "exp2": _exp2,

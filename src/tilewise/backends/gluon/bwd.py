@@ -37,7 +37,7 @@ def takes(p: AttentionProblem) -> bool:
 
 
 BACKWARD = (*NAMES, "dq_sum", "counter")
-TILES_OF_SECTION = 1.5  # for each program at least: the longest, which start first, end last
+TILES_OF_SECTION = 1.5  # for each program at least, or the longest tile ends long after the rest
 
 
 def backward(

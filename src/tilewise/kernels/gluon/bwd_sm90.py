@@ -35,6 +35,13 @@ slope_of = twin(score.slope_of)
 # TENSORS, BUFFERS and the like are as ``bwd_steps_sm90`` says.
 LEAD: gl.constexpr = gl.constexpr(4)  # blocks of rows to go when the next tile is chosen
 
+
+@gluon.constexpr_function
+def _value_stages(block_d):
+    """Of how many tiles shared memory has room for V."""
+    return 2 if block_d == 64 else 1
+
+
 # ------------------------------------------------------------------------------- producer
 
 
@@ -76,7 +83,7 @@ def _load_tile(GIVEN, tile, counter, num_tiles, it, turn, cleared, TILE: gl.cons
     that it goes to a program that has time, and early enough not to be waited for."""
     TENSORS, BUFFERS, BARRIERS, SIZES, PACKED = GIVEN
     BLOCK_D: gl.constexpr = TILE[0]
-    VALUE_STAGES: gl.constexpr = 2 if BLOCK_D == 64 else 1
+    VALUE_STAGES: gl.constexpr = _value_stages(BLOCK_D)
     k_full, v_full, clear = BARRIERS[0], BARRIERS[1], BARRIERS[6]
     k_empty, v_empty = BARRIERS[7], BARRIERS[10]
     FOUND = block_of_keys(tile, SIZES, PACKED, ROWS, KEYS)
@@ -284,7 +291,7 @@ def _consume(
     k_s, v_s, ds_s, dq_s = BUFFERS[2], BUFFERS[3], BUFFERS[6], BUFFERS[7]
     k_full, v_full, q_full, ds_full = BARRIERS[0], BARRIERS[1], BARRIERS[2], BARRIERS[5]
     k_empty, v_empty = BARRIERS[7], BARRIERS[10]
-    VALUE_STAGES: gl.constexpr = 2 if NARROW else 1
+    VALUE_STAGES: gl.constexpr = _value_stages(BLOCK_D)
     CUT_ON_THE_RIGHT: gl.constexpr = 2 if TILE[3] == 2 else 0  # where in a tile such blocks are
     st, parity, bit = 0, 0, 0
     if NARROW:
@@ -488,7 +495,7 @@ def flash_bwd_sm90_kernel(
         BLOCK_D, window_left is not None, window_right is not None, softcap is not None
     )
     TILE: gl.constexpr = (BLOCK_D, STAGES, BY_MBARRIER, ORDER)
-    VALUE_STAGES: gl.constexpr = 2 if BLOCK_D == 64 else 1
+    VALUE_STAGES: gl.constexpr = _value_stages(BLOCK_D)
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, ROWS], q.dtype)
     q_s = gl.allocate_shared_memory(q.dtype, [STAGES, 1, ROWS, 1, BLOCK_D], q.layout)
     do_s = gl.allocate_shared_memory(q.dtype, [STAGES, 1, ROWS, 1, BLOCK_D], dout.layout)

@@ -70,9 +70,7 @@ def _with_maximum(s, m_i, SCORE, BLOCK_N: gl.constexpr, dtype: gl.constexpr, see
     ROOM: gl.constexpr = _range(dtype)[1]
     rows: gl.constexpr = m_i.type.layout
     top = to_m(row_maximum(s, BLOCK_N, rows), SCORE)
-    if ROOM == 0:
-        m_new = gl.maximum(m_i, top)
-    elif seen is not None:
+    if seen is not None and ROOM > 0:
         top = gl.maximum(top, seen)
         m_new = gl.maximum(m_i, top + gl.minimum(gl.abs(top), ROOM))
     else:

@@ -44,8 +44,8 @@ def tile_of_program(
 def rows_of_program(num_blocks, nheads):
     """The block of rows, head and sequence of a program that only passes over memory.
 
-    Heads vary fastest, since those of a row are neighbours in memory, and the last come first: they
-    are what the kernel before left in the L2 cache, and the first what the one after begins with.
+    Heads vary fastest, since those of a row are neighbours in memory, and the last rows come first:
+    they are what the kernel before left in the L2 cache.
     """
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     return block // nheads % num_blocks, block % nheads, block // nheads // num_blocks
