@@ -58,7 +58,7 @@ def backward(
     def make(call: Call) -> list[Launch]:
         return [
             *preprocess(p, call, for_wgmma=True, block_d=block_d),
-            _one_pass(p, call, block_d),
+            one_pass(p, call),
             _convert(p, call, block_d),
         ]
 
@@ -86,8 +86,11 @@ def backward(
     return run
 
 
-def _one_pass(p: AttentionProblem, call: Call, block_d: int) -> Launch:
+def one_pass(p: AttentionProblem, call: Call) -> Launch:
+    """The launch of all three gradients; of dK and dV alone where the call has no "dq_sum"."""
     t = launch.tensors_of(call)
+    block_d = 64 if p.head_dim <= 64 else 128
+    with_dq = "dq_sum" in call
 
     def rows_of(name: str, rows: int, columns: int = block_d) -> Of:
         x = call[name]
@@ -114,7 +117,7 @@ def _one_pass(p: AttentionProblem, call: Call, block_d: int) -> Launch:
         "dv": rows_of("dv", 64, 64),  # of wide heads, by halves
         "lse": flat("lse_padded", "lse", [1, BLOCK_M], False),
         "delta": flat("delta", "delta", [1, BLOCK_M], False),
-        "dq": flat("dq_sum", "dq", [block_d, 32], True),
+        "dq": flat("dq_sum", "dq", [block_d, 32], True) if with_dq else None,
         "dk_rows": Of("dk") if p.layout == VARLEN else None,
         "dv_rows": Of("dv") if p.layout == VARLEN else None,
         "dk_strides": launch.strides(dk),
@@ -125,7 +128,7 @@ def _one_pass(p: AttentionProblem, call: Call, block_d: int) -> Launch:
         "section": _section(p, num_n_blocks, programs, group_bytes),
         "grad_scale": abs(p.softmax_scale),
         "BLOCK_D": block_d,
-        "STAGES": 3 if block_d == 64 else 2,
+        "STAGES": 3 if block_d == 64 or not with_dq else 2,
         "BY_MBARRIER": p.mask.window_right is not None,
         "CONSUMER_REGISTERS": 240,
         "PRODUCER_REGISTERS": 24,

@@ -17,6 +17,8 @@ from ..triton import launch
 from ..triton.bwd import NAMES, preprocess, room_like, statistics
 from ..triton.launch import Call, Launch, Of, Plan
 from ..triton.operands import operand_gradients
+from . import counters
+from .bwd import one_pass
 from .fwd import unfit_for_tma, widths
 
 KEYS: int = _KEYS.value
@@ -36,21 +38,22 @@ def backward(
     """See ``Backend.backward``."""
     p, device = problem, tensors.q.device
     fit = launch.fitting(p, tensors, unfit_for_tma(tensors))
-    more = operand_gradients(p, tensors, wanted, NAMES)
+    more = operand_gradients(p, tensors, wanted, (*NAMES, "counter"))
     want_dkdv = wanted.dk or wanted.dv
     new_dq, new_dk, new_dv = map(room_like, tensors[:3])
     new_lse, new_delta = statistics(p, tensors.q)
     fits = launch.suits_tma(dout)
+    narrow = p.head_dim == p.head_dim_v <= 128
 
     def make(call: Call) -> list[Launch]:
         plan = preprocess(p, call, for_wgmma=True)
         if want_dkdv:
-            plan.append(_dkdv(p, call))
+            plan.append(one_pass(p, call) if narrow else _dkdv(p, call))
         if wanted.dq:
             plan.append(_dq(p, call))
         return plan
 
-    plan = Plan(NAMES, device, make)
+    plan = Plan((*NAMES, "counter"), device, make)
 
     def run(
         t: AttentionTensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
@@ -60,7 +63,7 @@ def backward(
         dlse = None if dlse is None else dlse.contiguous()
         dq = new_dq() if wanted.dq else None
         dk, dv = (new_dk(), new_dv()) if want_dkdv else (None, None)
-        call = (*t, out, lse, dout, dlse, new_lse(), new_delta(), dq, dk, dv)
+        call = (*t, out, lse, dout, dlse, new_lse(), new_delta(), dq, dk, dv, counters.counter_of(device))
         plan(call)
         if p.softmax_scale < 0 and dq is not None:
             dq.neg_()

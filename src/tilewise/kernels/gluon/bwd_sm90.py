@@ -206,11 +206,11 @@ def _load_keys(
 
 
 @gluon.constexpr_function
-def _order(block_d, left, right, softcap):
+def _order(block_d, left, right, softcap, without_dq):
     """In which order a tile's blocks of rows follow: as they stand (0), from one of its own and
     round (1), from the last one (2)."""
     if block_d == 64:
-        return 0 if left or right else 1
+        return 0 if left or right or without_dq else 1
     return 2 if right and not (left or softcap) else 0  # softcap spills too much
 
 
@@ -250,7 +250,9 @@ def _visit(
     for m in range(m_from, m_to, ROWS):
         m_start = _turned(m, PLACE[5], m_from, m_to, TILE)
         state = x, dk, dv, st, parity, bit, dq_row, left
-        dq_next = place_of_dq(PLACE, m_start, GIVEN, CONSUMER, TILE)
+        dq_next = dq_row
+        if GIVEN[0][6] is not None:
+            dq_next = place_of_dq(PLACE, m_start, GIVEN, CONSUMER, TILE)
         if TILE[0] == 64:
             x, dk, dv, st, parity, bit, dq_row, left = narrow_step(
                 state, k_a, v_a, dq_next, m_start, GIVEN, PLACE, SCORE, MASK, DROPOUT, keep_scale,
@@ -280,6 +282,7 @@ def _consume(
     TENSORS, BUFFERS, BARRIERS, SIZES, PACKED = GIVEN
     BLOCK_D: gl.constexpr = TILE[0]
     NARROW: gl.constexpr = BLOCK_D == 64
+    DQ: gl.constexpr = TENSORS[6] is not None
     dtype: gl.constexpr = TENSORS[0].dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
@@ -331,14 +334,19 @@ def _consume(
             if NARROW:
                 k_a = k.load(a_layout)
                 v_a = v_s.index(keys + CONSUMER).reshape([64, BLOCK_D]).load(a_layout)
-                ds_s.index(bit * 2 + CONSUMER).store(gl.full([64, ROWS], 0.0, dtype, plain))
-                fence_async_shared()
-                mbarrier.arrive(ds_full, count=1)
-                bit ^= 1
-            else:
-                dq_s.index(CONSUMER).store(gl.full([BLOCK_D, 32], 0.0, gl.float32, plain))
             first = head_kv * SIZES[2]
-            dq_row = place_of_dq((batch_id, first, start_q, n_start), m0, GIVEN, CONSUMER, TILE)
+            dq_row = 0
+            if DQ:
+                if NARROW:
+                    ds_s.index(bit * 2 + CONSUMER).store(gl.full([64, ROWS], 0.0, dtype, plain))
+                    fence_async_shared()
+                    mbarrier.arrive(ds_full, count=1)
+                    bit ^= 1
+                else:
+                    dq_s.index(CONSUMER).store(gl.full([BLOCK_D, 32], 0.0, gl.float32, plain))
+                dq_row = place_of_dq(
+                    (batch_id, first, start_q, n_start), m0, GIVEN, CONSUMER, TILE
+                )
             left = (m3 - m0) // ROWS * SIZES[2]
             whole = m3
             if SIZES[9] is not None:
@@ -377,16 +385,17 @@ def _consume(
                         )  # fmt: skip
                 x, dk, dv, st, parity, bit, dq_row, left = state
             x, dk = warpgroup_mma_wait(0, deps=[x, dk])
-            if NARROW:
-                mbarrier.wait(ds_full, bit)
-                dq = dq_of(ds_s, k_s, keys, bit ^ 1, opaque_zero(st), CONSUMER, BLOCK_D)
-                dq = warpgroup_mma_wait(0, deps=[dq])
-                store_wait(0)
-                dq_s.index(CONSUMER).store(in_register_order(dq, BLOCK_D // 2))
-            else:
+            if not NARROW:
                 mbarrier.arrive(v_empty.index(0), count=1)
-            fence_async_shared()
-            async_add(TENSORS[6], [dq_row, 0], dq_s.index(CONSUMER))
+            if DQ:
+                if NARROW:
+                    mbarrier.wait(ds_full, bit)
+                    dq = dq_of(ds_s, k_s, keys, bit ^ 1, opaque_zero(st), CONSUMER, BLOCK_D)
+                    dq = warpgroup_mma_wait(0, deps=[dq])
+                    store_wait(0)
+                    dq_s.index(CONSUMER).store(in_register_order(dq, BLOCK_D // 2))
+                fence_async_shared()
+                async_add(TENSORS[6], [dq_row, 0], dq_s.index(CONSUMER))
         elif not NARROW:
             mbarrier.wait(v_full.index(0), value_phase)
             mbarrier.arrive(v_empty.index(0), count=1)
@@ -492,7 +501,7 @@ def flash_bwd_sm90_kernel(
     Source: Shah and others 2024, "FlashAttention-3", Algorithm 3; dQ by TMA reduction as there.
     """
     ORDER: gl.constexpr = _order(
-        BLOCK_D, window_left is not None, window_right is not None, softcap is not None
+        BLOCK_D, window_left is not None, window_right is not None, softcap is not None, dq is None
     )
     TILE: gl.constexpr = (BLOCK_D, STAGES, BY_MBARRIER, ORDER)
     VALUE_STAGES: gl.constexpr = _value_stages(BLOCK_D)
@@ -504,7 +513,6 @@ def flash_bwd_sm90_kernel(
     lse_s = gl.allocate_shared_memory(gl.float32, [STAGES, 1, ROWS], lse.layout)
     delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, 1, ROWS], delta.layout)
     ds_s = gl.allocate_shared_memory(q.dtype, [4, 64, ROWS], ds_layout)
-    dq_s = gl.allocate_shared_memory(gl.float32, [2, BLOCK_D, 32], dq.layout)
     k_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [VALUE_STAGES, 1], mbarrier.MBarrierLayout())
     q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -539,7 +547,12 @@ def flash_bwd_sm90_kernel(
         clear_slack(dv_rows, dv_strides, cu_seqlens_k, batch, total_k, nheads_kv, dv_strides[2])
 
     TENSORS = q, k, v, dout, lse, delta, dq, dk, dv
-    BUFFERS = q_s, do_s, k_s, v_s, lse_s, delta_s, ds_s, dq_s, told_s
+    BUFFERS = (
+        q_s, do_s, k_s, v_s, lse_s, delta_s, ds_s,
+        None if dq is None
+        else gl.allocate_shared_memory(gl.float32, [2, BLOCK_D, 32], dq.layout),
+        told_s,
+    )  # fmt: skip
     BARRIERS = (
         k_full, v_full, q_full, dout_full, empty, ds_full, clear, k_empty, tile_full, tile_empty,
         v_empty,

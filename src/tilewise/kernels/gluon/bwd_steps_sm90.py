@@ -133,6 +133,7 @@ def wide_step(
     CONSUMER: gl.constexpr, TILE: gl.constexpr, APPROX_TANH: gl.constexpr,
 ):  # fmt: skip
     """One block of rows, heads of more than 64. dQ of the block before is in shared memory."""
+    DQ: gl.constexpr = GIVEN[0][6] is not None
     x, dk, dv, st, parity, bit, dq_row, left = STATE
     TENSORS, BUFFERS, BARRIERS, _SIZES, _PACKED = GIVEN
     BLOCK_D: gl.constexpr = TILE[0]
@@ -159,30 +160,37 @@ def wide_step(
     dv = warpgroup_mma(pz, do, dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=[dp])
     ds = _ds(p, dp, dcap, delta, DROPOUT, keep_scale, s_layout).to(dtype)
-    ds_s.index(bit * 2 + CONSUMER).store(ds)
-    fence_async_shared()  # for dS, and for dQ of the block before
-    if BY_MBARRIER:
-        mbarrier.arrive(ds_full, count=1)
-        mbarrier.wait(ds_full, bit)
-    else:
-        bar_sync(8, 256)
-
-    dq = dq_of(ds_s, k_s, PLACE[4], bit, zero, CONSUMER, BLOCK_D)
+    if DQ:
+        ds_s.index(bit * 2 + CONSUMER).store(ds)
+        fence_async_shared()  # for dS, and for dQ of the block before
+        if BY_MBARRIER:
+            mbarrier.arrive(ds_full, count=1)
+            mbarrier.wait(ds_full, bit)
+        else:
+            bar_sync(8, 256)
+        dq = dq_of(ds_s, k_s, PLACE[4], bit, zero, CONSUMER, BLOCK_D)
     ds_a = gl.convert_layout(ds, a_layout, assert_trivial=True)
     dk = warpgroup_mma(ds_a, q, dk, is_async=True)
-    async_add(TENSORS[6], [dq_row, 0], dq_s.index(CONSUMER))
     # retires dV, whose operand P is in registers, before the next product is issued
-    dv = warpgroup_mma_wait(3, deps=[dv])
+    if DQ:
+        async_add(TENSORS[6], [dq_row, 0], dq_s.index(CONSUMER))
+        dv = warpgroup_mma_wait(3, deps=[dv])
+    else:
+        dv = warpgroup_mma_wait(1, deps=[dv])
     mbarrier.wait(q_full.index(after), after_parity, pred=left > 1)
     # after the last block: a product of what is left there, which nobody reads
     k = k_s.index(PLACE[4] + CONSUMER + zero).reshape([64, BLOCK_D])
     q_after, _do = rows_of_stage(BUFFERS, after, BLOCK_D)
     nothing = gl.full([64, ROWS], 0.0, gl.float32, s_layout)
     x = warpgroup_mma(k, q_after.permute([1, 0]), nothing, use_acc=False, is_async=True)
-    dk, dq = warpgroup_mma_wait(1, deps=[dk, dq])
-    store_wait(0)
-    mbarrier.arrive(empty.index(st), count=1)
-    dq_s.index(CONSUMER).store(in_register_order(dq, BLOCK_D // 2))
+    if DQ:
+        dk, dq = warpgroup_mma_wait(1, deps=[dk, dq])
+        store_wait(0)
+        mbarrier.arrive(empty.index(st), count=1)
+        dq_s.index(CONSUMER).store(in_register_order(dq, BLOCK_D // 2))
+    else:
+        dk = warpgroup_mma_wait(1, deps=[dk])
+        mbarrier.arrive(empty.index(st), count=1)
     return x, dk, dv, after, after_parity, bit ^ 1, dq_next, left - 1
 
 
@@ -196,6 +204,7 @@ def narrow_step(
     x, dk, dv, st, parity, bit, dq_row, left = STATE
     TENSORS, BUFFERS, BARRIERS, _SIZES, _PACKED = GIVEN
     BLOCK_D: gl.constexpr = TILE[0]
+    DQ: gl.constexpr = TENSORS[6] is not None
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     a_layout: gl.constexpr = gl.DotOperandLayout(0, s_layout, 2)
     ds_s, dq_s = BUFFERS[6], BUFFERS[7]
@@ -210,19 +219,24 @@ def narrow_step(
     lse = statistics(BUFFERS[4].index(st), ROWS, s_layout)
     x = warpgroup_mma_wait(0, deps=[x])
     dp = warpgroup_mma(v_a, do.permute([1, 0]), start, use_acc=DROPOUT[0] is None, is_async=True)
-    mbarrier.wait(ds_full, bit)
-    dq = dq_of(ds_s, BUFFERS[2], PLACE[4], bit ^ 1, opaque_zero(st), CONSUMER, BLOCK_D)
+    if DQ:
+        mbarrier.wait(ds_full, bit)
+        dq = dq_of(ds_s, BUFFERS[2], PLACE[4], bit ^ 1, opaque_zero(st), CONSUMER, BLOCK_D)
     p, dcap = _weights(x, lse, m_start, PLACE[3], SCORE, MASK, DROPOUT, CUT, s_layout, APPROX_TANH)
     pz = gl.convert_layout(_kept(p, DROPOUT).to(dtype), a_layout, assert_trivial=True)
     dv = warpgroup_mma(pz, do, dv, is_async=True)
-    dp, dq = warpgroup_mma_wait(1, deps=[dp, dq])
+    if DQ:
+        dp, dq = warpgroup_mma_wait(1, deps=[dp, dq])
+    else:
+        dp = warpgroup_mma_wait(1, deps=[dp])
     ds = _ds(p, dp, dcap, delta, DROPOUT, keep_scale, s_layout).to(dtype)
-    store_wait(0)
-    dq_s.index(CONSUMER).store(in_register_order(dq, BLOCK_D // 2))
-    ds_s.index(bit * 2 + CONSUMER).store(ds)
-    fence_async_shared()
-    mbarrier.arrive(ds_full, count=1)
-    async_add(TENSORS[6], [dq_row, 0], dq_s.index(CONSUMER))
+    if DQ:
+        store_wait(0)
+        dq_s.index(CONSUMER).store(in_register_order(dq, BLOCK_D // 2))
+        ds_s.index(bit * 2 + CONSUMER).store(ds)
+        fence_async_shared()
+        mbarrier.arrive(ds_full, count=1)
+        async_add(TENSORS[6], [dq_row, 0], dq_s.index(CONSUMER))
     ds_a = gl.convert_layout(ds, a_layout, assert_trivial=True)
     dk = warpgroup_mma(ds_a, q, dk, is_async=True)
     mbarrier.wait(q_full.index(after), after_parity, pred=left > 1)
