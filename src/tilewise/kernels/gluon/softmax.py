@@ -93,7 +93,7 @@ def first_softmax(s, SCORE, BLOCK_N: gl.constexpr, layout: gl.constexpr, dtype: 
 @gluon.jit
 def softmax(
     s, m_i, l_i, wild, SCORE, scalar, BLOCK_N: gl.constexpr, REGISTER: gl.constexpr,
-    dtype: gl.constexpr,
+    dtype: gl.constexpr, TOGETHER: gl.constexpr,
 ):  # fmt: skip
     """One step: p, m, l and alpha; p will be rounded to ``dtype``.
 
@@ -112,8 +112,11 @@ def softmax(
         p = exp2(to_m(s, SCORE) - m_i[:, None])
         sums, large = any_above(partial_sums(p, BLOCK_N), LIMIT, scalar, REGISTER)
         if large != 0:
-            total = gl.convert_layout(gl.sum(l_i, 1), rows, assert_trivial=True)
-            p, m_new, alpha = _with_maximum(s, m_i, SCORE, BLOCK_N, dtype, m_i + gl.log2(total))
+            seen = None
+            if TOGETHER:
+                total = gl.convert_layout(gl.sum(l_i, 1), rows, assert_trivial=True)
+                seen = m_i + gl.log2(total)
+            p, m_new, alpha = _with_maximum(s, m_i, SCORE, BLOCK_N, dtype, seen)
             sums = partial_sums(p, BLOCK_N)
     return p, m_new, _add(l_i, alpha, sums), alpha
 
