@@ -15,6 +15,9 @@ pytestmark = pytest.mark.compile
 WIDTHS = [(64, 64), (128, 128), (256, 256), (192, 128), (64, 256), (256, 64)]
 FEATURES = ["softcap", "alibi", "sink", "dropout", "varlen", "seqused"]
 TWO_PASS = ["bwd_dkdv_sm90", "bwd_dq_sm90"]
+# dK and dV of the others come from the one pass, without dQ
+FIRST_PASS_WIDTHS = [widths for widths in WIDTHS if min(widths) > 128 or widths[0] != widths[1]]
+ONE_PASS = [pytest.param([], id="with-dq"), pytest.param(["deterministic"], id="without-dq")]
 # A few reloads in a loop of some 700 instructions cost nothing that could be measured.
 MOST_LOOP_SPILLS = 16
 
@@ -51,42 +54,60 @@ def test_a_feature_of_the_forward(
     check(answer, 3 if head_dim == 64 else 2)
 
 
+@pytest.mark.parametrize("more", ONE_PASS)
 @pytest.mark.parametrize("mask", ["full", "causal", "window"])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_the_one_pass_backward(head_dim: int, mask: str, compiler: Callable[..., Any]) -> None:
-    answer = compiler(kernel="bwd_sm90", dtype="bfloat16", head_dim=head_dim, mask=mask)
+def test_the_one_pass_backward(
+    head_dim: int, mask: str, more: list[str], compiler: Callable[..., Any]
+) -> None:
+    answer = compiler(
+        kernel="bwd_sm90", dtype="bfloat16", head_dim=head_dim, mask=mask, features=more
+    )
     # a loop for blocks that are cut and one for whole ones; with a left side three
     check(answer, 6 if mask == "window" else 4, 24)
 
 
+@pytest.mark.parametrize("more", ONE_PASS)
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("feature", FEATURES)
 def test_a_feature_of_the_one_pass_backward(
-    feature: str, head_dim: int, compiler: Callable[..., Any]
+    feature: str, head_dim: int, more: list[str], compiler: Callable[..., Any]
 ) -> None:
-    features = ["varlen", feature] if feature == "seqused" else [feature]
+    features = [*more, feature] + ["varlen"] * (feature == "seqused")
     answer = compiler(kernel="bwd_sm90", head_dim=head_dim, mask="causal", features=features)
     check(answer, 4, 32 if feature == "softcap" else 24)
 
 
-@pytest.mark.parametrize("kernel", TWO_PASS)
 @pytest.mark.parametrize("mask", ["full", "causal", "window"])
-@pytest.mark.parametrize("widths", WIDTHS, ids=lambda w: f"{w[0]}-{w[1]}")
-def test_the_two_pass_backward(
-    widths: tuple[int, int], mask: str, kernel: str, compiler: Callable[..., Any]
+@pytest.mark.parametrize("widths", FIRST_PASS_WIDTHS, ids=lambda w: f"{w[0]}-{w[1]}")
+def test_the_first_of_two_passes(
+    widths: tuple[int, int], mask: str, compiler: Callable[..., Any]
 ) -> None:
     answer = compiler(
-        kernel=kernel, dtype="bfloat16", head_dim=widths[0], head_dim_v=widths[1], mask=mask,
-        features=["deterministic"],
+        kernel="bwd_dkdv_sm90", dtype="bfloat16", head_dim=widths[0], head_dim_v=widths[1],
+        mask=mask, features=["deterministic"],
     )  # fmt: skip
     check(answer, 2)
 
 
-@pytest.mark.parametrize("kernel", TWO_PASS)
-@pytest.mark.parametrize("head_dim", [64, 256])
+@pytest.mark.parametrize("mask", ["full", "causal", "window"])
+@pytest.mark.parametrize("widths", WIDTHS, ids=lambda w: f"{w[0]}-{w[1]}")
+def test_the_second_of_two_passes(
+    widths: tuple[int, int], mask: str, compiler: Callable[..., Any]
+) -> None:
+    answer = compiler(
+        kernel="bwd_dq_sm90", dtype="bfloat16", head_dim=widths[0], head_dim_v=widths[1],
+        mask=mask, features=["deterministic"],
+    )  # fmt: skip
+    check(answer, 2)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "head_dim"), [("bwd_dkdv_sm90", 256), ("bwd_dq_sm90", 64), ("bwd_dq_sm90", 256)]
+)
 @pytest.mark.parametrize("feature", FEATURES)
 def test_a_feature_of_the_two_pass_backward(
-    feature: str, head_dim: int, kernel: str, compiler: Callable[..., Any]
+    feature: str, kernel: str, head_dim: int, compiler: Callable[..., Any]
 ) -> None:
     features = ["deterministic", feature] + ["varlen"] * (feature == "seqused")
     check(compiler(kernel=kernel, head_dim=head_dim, mask="causal", features=features), 2)

@@ -87,7 +87,7 @@ def backward(
 
 
 def one_pass(p: AttentionProblem, call: Call) -> Launch:
-    """The launch of all three gradients; of dK and dV alone where the call has no "dq_sum"."""
+    """The launch of all three gradients, or of dK and dV alone where a call has no "dq_sum"."""
     t = launch.tensors_of(call)
     block_d = 64 if p.head_dim <= 64 else 128
     with_dq = "dq_sum" in call

@@ -24,6 +24,7 @@ from .fwd import unfit_for_tma, widths
 KEYS: int = _KEYS.value
 BLOCK_M: int = _BLOCK_M.value
 ROWS = 64  # of a warpgroup
+BACKWARD = (*NAMES, "counter")
 
 
 def takes(p: AttentionProblem) -> bool:
@@ -38,22 +39,23 @@ def backward(
     """See ``Backend.backward``."""
     p, device = problem, tensors.q.device
     fit = launch.fitting(p, tensors, unfit_for_tma(tensors))
-    more = operand_gradients(p, tensors, wanted, (*NAMES, "counter"))
+    more = operand_gradients(p, tensors, wanted, BACKWARD)
     want_dkdv = wanted.dk or wanted.dv
     new_dq, new_dk, new_dv = map(room_like, tensors[:3])
     new_lse, new_delta = statistics(p, tensors.q)
     fits = launch.suits_tma(dout)
-    narrow = p.head_dim == p.head_dim_v <= 128
+    # narrow heads leave registers for dK and dV together
+    together = p.head_dim == p.head_dim_v <= 128
 
     def make(call: Call) -> list[Launch]:
         plan = preprocess(p, call, for_wgmma=True)
         if want_dkdv:
-            plan.append(one_pass(p, call) if narrow else _dkdv(p, call))
+            plan.append(one_pass(p, call) if together else _dkdv(p, call))
         if wanted.dq:
             plan.append(_dq(p, call))
         return plan
 
-    plan = Plan((*NAMES, "counter"), device, make)
+    plan = Plan(BACKWARD, device, make)
 
     def run(
         t: AttentionTensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
@@ -63,7 +65,10 @@ def backward(
         dlse = None if dlse is None else dlse.contiguous()
         dq = new_dq() if wanted.dq else None
         dk, dv = (new_dk(), new_dv()) if want_dkdv else (None, None)
-        call = (*t, out, lse, dout, dlse, new_lse(), new_delta(), dq, dk, dv, counters.counter_of(device))
+        call = (
+            *t, out, lse, dout, dlse, new_lse(), new_delta(), dq, dk, dv,
+            counters.counter_of(device),
+        )  # fmt: skip
         plan(call)
         if p.softmax_scale < 0 and dq is not None:
             dq.neg_()

@@ -1,4 +1,5 @@
-"""The backward for Hopper in one pass: dK, dV and dQ from one recomputation of P."""
+"""The backward for Hopper in one pass: dK, dV and dQ from one recomputation of P; without dQ the
+first of two passes."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -344,9 +345,7 @@ def _consume(
                     bit ^= 1
                 else:
                     dq_s.index(CONSUMER).store(gl.full([BLOCK_D, 32], 0.0, gl.float32, plain))
-                dq_row = place_of_dq(
-                    (batch_id, first, start_q, n_start), m0, GIVEN, CONSUMER, TILE
-                )
+                dq_row = place_of_dq((batch_id, first, start_q, n_start), m0, GIVEN, CONSUMER, TILE)
             left = (m3 - m0) // ROWS * SIZES[2]
             whole = m3
             if SIZES[9] is not None:
@@ -488,7 +487,7 @@ def flash_bwd_sm90_kernel(
     PRODUCER_REGISTERS: gl.constexpr,
     APPROX_TANH: gl.constexpr,
 ):
-    """Gradients of keys and values, and of queries in float32.
+    """Gradients of keys and values and, where ``dq`` is given, of queries in float32.
 
     Computes: dV = (P Z)^T dO, dK = grad_scale dS^T Q and dQ = dS K, with P = exp(s - lse), Z the
         dropout mask over 1 - dropout_p and dS = P (dO V^T Z - delta), each tile recomputed once for

@@ -258,7 +258,7 @@ def _step(
             s = _hide(s, m_start, n_start, MASK)
     p32, m_i, l_i, alpha = softmax(
         s, m_i, l_i, wild, SCORE, MASK[0], BLOCK_N, _register("large", CONSUMER), dtype,
-        BLOCK_D > 64,
+        BLOCK_D > 64 and dtype != gl.float16,
     )  # fmt: skip
     if DROPOUT[0] is not None:
         p32 = drop_tile(p32, DROPOUT, m_start, n_start)

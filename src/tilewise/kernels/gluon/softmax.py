@@ -49,32 +49,29 @@ def partial_sums(p, BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
-def row_maximum(s, BLOCK_N: gl.constexpr, layout: gl.constexpr):
-    """Maximum of each row, (64,), by a tree of short chains."""
+def _maxima(s, BLOCK_N: gl.constexpr):
+    """Maxima over the columns that a thread owns, (64, 4), by a tree of short chains."""
     if BLOCK_N >= 64:
         t = gl.max(gl.reshape(s, [64, BLOCK_N // 32, 4, 4, 2]), 4)
-        t = gl.max(gl.max(t, 2), 1)
+        return gl.max(gl.max(t, 2), 1)
     else:
-        t = gl.max(gl.max(gl.reshape(s, [64, BLOCK_N // 8, 4, 2]), 3), 1)
-    return gl.convert_layout(gl.max(t, 1), layout, assert_trivial=True)
+        return gl.max(gl.max(gl.reshape(s, [64, BLOCK_N // 8, 4, 2]), 3), 1)
 
 
 @gluon.jit
-def _with_maximum(s, m_i, SCORE, BLOCK_N: gl.constexpr, dtype: gl.constexpr, seen=None):
-    """p, m and alpha where the reference moves if the maximum is above it: past the maximum, which
-    leaves room for larger ones to come, by as much as lse keeps its digits.
-
-    With ``seen``, the logarithm of each row's sum so far, which is its maximum but for a few units,
-    rows whose reference still serves move theirs too, to have as much room.
-    """
+def _with_maximum(s, m_i, seen, least, SCORE, BLOCK_N: gl.constexpr, dtype: gl.constexpr):
+    """p, m and alpha. The reference of a row moves if its maximum, of s and of ``seen``, (64, 4) or
+    None, is above ``least``: past the maximum, which leaves room for larger ones to come, by as
+    much as lse keeps its digits."""
     ROOM: gl.constexpr = _range(dtype)[1]
     rows: gl.constexpr = m_i.type.layout
-    top = to_m(row_maximum(s, BLOCK_N, rows), SCORE)
-    if seen is not None and ROOM > 0:
-        top = gl.maximum(top, seen)
-        m_new = gl.maximum(m_i, top + gl.minimum(gl.abs(top), ROOM))
-    else:
-        m_new = gl.where(top > m_i, top + gl.minimum(gl.abs(top), ROOM), m_i)
+    top = to_m(_maxima(s, BLOCK_N), SCORE)
+    if seen is not None:
+        columns: gl.constexpr = top.type.layout
+        top = gl.maximum(top, gl.convert_layout(seen, columns, assert_trivial=True))
+    top = gl.convert_layout(gl.max(top, 1), rows, assert_trivial=True)
+    past = gl.maximum(m_i, top + gl.minimum(gl.abs(top), ROOM))
+    m_new = gl.where(top > least, past, m_i)
     # rows that have seen no key: exp(-inf - 0) is 0, exp(-inf + inf) is not
     reference = gl.where(m_new == NEG_INF, 0.0, m_new)
     alpha = exp2_subnormal(m_i - reference)
@@ -86,7 +83,7 @@ def _with_maximum(s, m_i, SCORE, BLOCK_N: gl.constexpr, dtype: gl.constexpr, see
 def first_softmax(s, SCORE, BLOCK_N: gl.constexpr, layout: gl.constexpr, dtype: gl.constexpr):
     """p, m_i and l_i of a row's first tile, which may be masked."""
     m_i = gl.full([64], NEG_INF, gl.float32, layout)
-    p, m_i, _ = _with_maximum(s, m_i, SCORE, BLOCK_N, dtype)
+    p, m_i, _ = _with_maximum(s, m_i, None, m_i, SCORE, BLOCK_N, dtype)
     return p, m_i, partial_sums(p, BLOCK_N)
 
 
@@ -99,25 +96,25 @@ def softmax(
 
     No maximum is taken: p is computed against the old reference, and the partial sums, needed
     anyway, tell whether it grew too large, or is NaN since the row has seen no key so far. Then
-    the warp takes the maximum and p once more; a ``wild`` warp does so at once.
+    the warp takes the maximum and p once more; a ``wild`` warp does so at once. With ``TOGETHER``
+    the other rows of such a warp move too, to have as much room from then on.
     """
     LIMIT: gl.constexpr = _range(dtype)[0]
     rows: gl.constexpr = m_i.type.layout
-    m_new = m_i
+    p, m_new, sums, large = s, m_i, l_i, wild
     alpha = gl.full([64], 1.0, gl.float32, rows)
-    if wild != 0:
-        p, m_new, alpha = _with_maximum(s, m_i, SCORE, BLOCK_N, dtype)
-        sums = partial_sums(p, BLOCK_N)
-    else:
+    if wild == 0:
         p = exp2(to_m(s, SCORE) - m_i[:, None])
         sums, large = any_above(partial_sums(p, BLOCK_N), LIMIT, scalar, REGISTER)
-        if large != 0:
-            seen = None
-            if TOGETHER:
-                total = gl.convert_layout(gl.sum(l_i, 1), rows, assert_trivial=True)
-                seen = m_i + gl.log2(total)
-            p, m_new, alpha = _with_maximum(s, m_i, SCORE, BLOCK_N, dtype, seen)
-            sums = partial_sums(p, BLOCK_N)
+    if large != 0:  # in one place, since a loop of fewer instructions is faster
+        seen, least = None, m_i
+        if TOGETHER:  # a thread's sum so far is its maximum so far, but for a few units
+            columns: gl.constexpr = l_i.type.layout
+            m = gl.convert_layout(m_i, gl.SliceLayout(1, columns), assert_trivial=True)
+            seen = m[:, None] + gl.log2(l_i)
+            least = gl.where(wild != 0, m_i, NEG_INF)
+        p, m_new, alpha = _with_maximum(s, m_i, seen, least, SCORE, BLOCK_N, dtype)
+        sums = partial_sums(p, BLOCK_N)
     return p, m_new, _add(l_i, alpha, sums), alpha
 
 
