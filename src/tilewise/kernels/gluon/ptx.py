@@ -55,6 +55,14 @@ def exp2_subnormal(x):
     )
 
 
+@gluon.jit
+def log2(x):
+    """log2 of x with an absolute error of 2^-22, subnormal x as 0: one instruction."""
+    return gl.inline_asm_elementwise(
+        "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
 @gluon.constexpr_function
 def _rescale(n):
     # of a thread's n elements, two lie in its first row, two in its second, and so on
@@ -122,4 +130,13 @@ def opaque_zero(x):
     computing descriptors once and keeping them in registers."""
     return gl.inline_asm_elementwise(
         "mov.b32 $0, 0;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def opaque(x):
+    """The number x, in float32, which the compilers cannot know to be x: what is computed with it is
+    not computed before a branch together with the same of x."""
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1
     )

@@ -12,7 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..triton import score as triton_score
-from .ptx import any_above, exp2, exp2_subnormal
+from .ptx import any_above, exp2, exp2_subnormal, log2, opaque
 from .twins import twin
 
 NEG_INF: gl.constexpr = gl.constexpr(float("-inf"))
@@ -111,9 +111,13 @@ def softmax(
         if TOGETHER:  # a thread's sum so far is its maximum so far, but for a few units
             columns: gl.constexpr = l_i.type.layout
             m = gl.convert_layout(m_i, gl.SliceLayout(1, columns), assert_trivial=True)
-            seen = m[:, None] + gl.log2(l_i)
+            seen = m[:, None] + log2(l_i)
             least = gl.where(wild != 0, m_i, NEG_INF)
-        p, m_new, alpha = _with_maximum(s, m_i, seen, least, SCORE, BLOCK_N, dtype)
+        apart = (
+            opaque(SCORE[0]), None if SCORE[1] is None else opaque(SCORE[1]), SCORE[2], SCORE[3],
+            SCORE[4], SCORE[5], SCORE[6], SCORE[7],
+        )  # fmt: skip
+        p, m_new, alpha = _with_maximum(s, m_i, seen, least, apart, BLOCK_N, dtype)
         sums = partial_sums(p, BLOCK_N)
     return p, m_new, _add(l_i, alpha, sums), alpha
 
