@@ -1,4 +1,5 @@
 import warnings
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -139,6 +140,20 @@ def test_a_device_that_answers_nothing_ends_the_run(monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lost)
     with pytest.raises(meters.DeviceLostError, match="illegal memory access"):
         attempt(lost, "cuda")
+
+
+@pytest.mark.parametrize(("device", "emptied"), [("cpu", 0), ("cuda", 1)])
+def test_cached_blocks_are_given_back_after_what_was_a_cycle(monkeypatch, device, emptied):
+    class Node:
+        pass
+
+    gone = []
+    node = Node()
+    node.itself, found = node, weakref.ref(node)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: gone.append(found() is None))
+    del node
+    meters.release(device)
+    assert found() is None and gone == [True] * emptied
 
 
 @pytest.mark.gpu

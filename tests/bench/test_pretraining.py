@@ -1,10 +1,13 @@
 import json
 import math
+import weakref
+from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from tilewise.bench import gpt, pretraining
+from tilewise.bench import gpt, meters, pretraining
 from tilewise.bench.pretraining import OTHER_SEED, Pretraining, config_for
 from tilewise.bench.results import Output
 
@@ -29,8 +32,59 @@ def test_a_gpu_trains_gpt2_small_and_a_cpu_a_tiny_one():
     big, tiny = config_for("cuda"), config_for("cpu", steps=7, batch=3, context=32)
     m = big.model
     assert (m.layers, m.width, m.nheads, m.context) == (12, 768, 12, 1024)
-    assert (big.dtype, big.steps, big.tokens) == ("bfloat16", 300, 8192)
+    assert (big.dtype, big.steps, big.tokens) == ("bfloat16", 300, 32768)
+    assert (m.name, m.dropout_p, tiny.model.name) == ("gpt2-small", 0.0, "tiny")
     assert (tiny.steps, tiny.tokens, tiny.dtype, tiny.device) == (7, 96, "float32", "cpu")
+
+
+def test_gpt2_medium_and_a_step_of_32k_tokens():
+    medium = config_for("cuda", model="gpt2-medium", dropout_p=0.1).model
+    assert (medium.name, medium.layers, medium.nheads, medium.width) == (
+        "gpt2-medium",
+        24,
+        16,
+        1024,
+    )
+    assert (medium.context, medium.dropout_p) == (1024, 0.1)
+    batches = {n: config_for("cuda", context=n).batch for n in (1024, 4096, 16384, 65536)}
+    assert batches == {1024: 32, 4096: 8, 16384: 2, 65536: 1}
+    assert config_for("cuda", context=4096, batch=3).batch == 3
+    assert config_for("cpu", dropout_p=0.2).model.dropout_p == 0.2
+
+
+def test_eager_is_standard_attention_with_the_dropout_of_torch(monkeypatch):
+    q, k, v = (torch.randn(2, 9, 3, 8) for _ in range(3))
+    out = gpt.attention_named("eager")(q, k, v, 0.0, 7)
+    assert torch.equal(out, gpt.standard_attention(q, k, v, 0.0, 7))
+    # one-hot values show the probabilities
+    p = gpt.standard_attention(q, k, torch.eye(9)[None, :, None].expand(2, 9, 3, 9), 0.0, 7)
+    torch.manual_seed(5)
+    expected = F.dropout(p.transpose(1, 2).contiguous(), 0.5) @ v.transpose(1, 2)
+    monkeypatch.delattr(gpt, "keep_mask")  # tilewise's mask
+    torch.manual_seed(5)
+    out = gpt.attention_named("eager")(q, k, v, 0.5, 7)
+    torch.testing.assert_close(out, expected.transpose(1, 2))
+
+
+def test_standard_is_eager_and_rows_say_model_and_dropout(tmp_path):
+    training = start(tmp_path, steps=2, dropout_p=0.1)
+    training.run()
+    assert not training.errors
+    assert {training.runs[name].attention for name in ("standard", OTHER_SEED)} == {"eager"}
+    for row in training.rows():
+        assert (row.features["model"], row.features["dropout_p"]) == ("tiny", 0.1)
+    without = start(tmp_path, steps=2).rows()
+    assert all("dropout_p" not in row.features for row in without)
+
+
+def test_dropout_changes_the_steps_and_not_the_evaluation(tmp_path):
+    found = []
+    for p in (0.0, 0.5):
+        training = start(tmp_path, steps=2, dropout_p=p, only=("tilewise",))
+        training.run()
+        found.append(training.runs["tilewise"])
+    assert found[0].held_out_before == found[1].held_out_before
+    assert found[0].losses[0] != found[1].losses[0]
 
 
 def test_equal_seeds_give_equal_curves_and_other_seeds_do_not(tmp_path):
@@ -70,6 +124,53 @@ def test_one_that_fails_leaves_the_others(tmp_path, monkeypatch):
     assert "no more" in training.summary()
 
 
+@pytest.mark.parametrize(
+    ("method", "call", "losses"), [("evaluate", 1, None), ("step", 1, 0), ("evaluate", 3, 4)]
+)
+def test_one_that_is_out_of_memory_gives_back_what_it_held(
+    tmp_path, monkeypatch, method, call, losses
+):
+    """At its construction, in its first step, in the evaluation at the end."""
+    held, calls, seen, released = [], [], [], []
+
+    def release(device):
+        released.append(device)
+        meters.release(device)
+
+    class Counted(pretraining.Trainer):
+        def __init__(self, attention, *rest):
+            self.attention = attention
+            super().__init__(attention, *rest)
+
+    def counted(self, *rest, **more):
+        if self.attention == "eager":
+            calls.append(1)
+            if len(calls) == call:
+                held.extend(weakref.ref(x) for x in (self, *self.model.parameters()))
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 34.00 GiB.")
+        elif calls[call - 1 :]:
+            seen.append([ref() is None for ref in held])
+        return true(self, *rest, **more)
+
+    true = getattr(pretraining.Trainer, method)
+    monkeypatch.setattr(Counted, method, counted)
+    monkeypatch.setattr(pretraining, "Trainer", Counted)
+    monkeypatch.setattr(pretraining, "release", release)
+    training = start(tmp_path, steps=4, only=("standard", "tilewise", "sdpa"))
+    training.run()
+    assert held and seen and all(all(gone) for gone in seen)
+    assert released == ([] if losses is None else ["cpu"])  # one that never was, ``attempt`` frees
+    rows = {r["features"]["run"]: r for r in json.loads((tmp_path / "t.json").read_text())["rows"]}
+    assert rows["standard"]["error"].startswith("OutOfMemoryError: CUDA out of memory")
+    assert (rows["standard"]["ms"] is None) == (not losses)
+    run = training.runs.get("standard")
+    assert (run and len(run.losses)) == losses
+    for name in ("tilewise", "sdpa"):
+        assert rows[name]["error"] is None and rows[name]["features"]["held_out_loss"] > 0
+        assert len(training.runs[name].losses) == 4
+    assert "standard: OutOfMemoryError" in training.summary()
+
+
 def test_the_time_limit_ends_the_training(tmp_path):
     training = start(tmp_path, steps=5, only=("tilewise",), limit=1e-9)
     training.run()
@@ -96,3 +197,15 @@ def test_on_a_gpu_standard_and_sdpa_agree(tmp_path):
     gaps = training.gaps()
     assert gaps["sdpa"] < gaps[OTHER_SEED]
     assert all(len(run.losses) == 6 for run in training.runs.values())
+
+
+@pytest.mark.gpu
+@pytest.mark.alone
+def test_on_a_gpu_standard_is_out_of_memory_and_sdpa_is_not(tmp_path):
+    only = ("standard", "sdpa")
+    training = start(tmp_path, "cuda", steps=2, context=65536, only=only)  # 96 GiB of scores
+    training.config = replace(training.config, evaluation_batches=1)
+    training.run()
+    standard, sdpa = training.rows()
+    assert standard.error.startswith("OutOfMemoryError") and standard.ms is None
+    assert sdpa.error is None and sdpa.ms > 0

@@ -8,7 +8,7 @@ import torch
 
 from tilewise.bench import cells, memory, meters, pretraining, results, rivals, timing
 from tilewise.bench.providers import PROVIDERS
-from tilewise.cli import bench_cpu, main
+from tilewise.cli import bench_cpu, bench_train, main
 
 PNG = b"\x89PNG\r\n\x1a\n"
 CPU = ["bench", "--device", "cpu", "--seconds", "0.001"]
@@ -94,7 +94,43 @@ def test_training_on_a_cpu(capsys, tmp_path):
     assert (tmp_path / "t.png").read_bytes()[:8] == PNG
     out = capsys.readouterr().out
     assert "tilewise differs from standard attention of the same seed by" in out
-    assert "tokens/s" in out
+    assert "tokens/s" in out and "two masks" not in out
+    assert out.startswith("tiny, a GPT of 2 layers, 2 heads, width 64, over bytes, dropout 0, ")
+
+
+def test_training_with_dropout(capsys, tmp_path):
+    path = tmp_path / "t.json"
+    line = ["--suite", "train", "--steps", "2", "--dropout", "0.1", "--only", "standard,tilewise"]
+    assert main(["bench", "--device", "cpu", *line, "--json", str(path)]) == 0
+    found = json.loads(path.read_text())
+    assert [r["features"]["dropout_p"] for r in found["rows"]] == [0.1, 0.1]
+    assert found["training"]["config"]["model"]["dropout_p"] == 0.1
+    out = capsys.readouterr().out
+    assert "over bytes, dropout 0.1, " in out and "gap may be that of two masks" in out
+
+
+@pytest.mark.parametrize("name", [None, "gpt2-small", "gpt2-medium"])
+def test_the_model_of_a_gpu(capsys, monkeypatch, host_as_gpu, name):
+    def run(self):
+        trained.append(self.config)
+
+    trained = []
+    monkeypatch.setattr(bench_train.Pretraining, "run", run)
+    line = ["--suite", "train", "--seq-len", "4096", *(["--model", name] if name else [])]
+    assert main(["bench", *line]) == 0
+    (config,) = trained
+    assert (config.model.name, config.batch) == (name or "gpt2-small", 8)
+    layers = 24 if name == "gpt2-medium" else 12
+    out = capsys.readouterr().out
+    assert out.startswith(f"{config.model.name}, a GPT of {layers} layers, ")
+    assert "context\n4096, batch 8, bfloat16" in out
+
+
+def test_only_training_on_a_gpu_has_a_model(capsys, host_as_gpu):
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "--suite", "generations", "--model", "gpt2-medium"])
+    assert ended.value.code == 2
+    assert "argument --model: for --suite train on a GPU" in capsys.readouterr().err
 
 
 def test_both_directions_and_csv_of_the_cpu_table(tmp_path, known_peaks):
@@ -157,6 +193,8 @@ def test_nothing_that_is_there_is_an_error(capsys, monkeypatch, host_as_gpu):
         (["--only", "fa4"], "fa4: must be of tilewise"),
         (["--suite", "train", "--only", "eager"], "eager: must be of standard"),
         (["--suite", "train", "--seq-len", "8,9"], "train takes one"),
+        (["--suite", "train", "--model", "gpt2-medium"], "--model: for --suite train on a GPU"),
+        (["--model", "gpt2-small"], "--model: for --suite train on a GPU"),
         (["--protocol", "burst"], "for a GPU"),
         (["--d-head", "16,32"], "one on a CPU"),
         (["--dropout", "0.1"], "on a CPU for --suite generations"),

@@ -1,5 +1,6 @@
 """The site builds without a warning and needs no network; what is drawn is up to date."""
 
+import json
 import os
 import re
 import shlex
@@ -126,6 +127,26 @@ def test_a_command_measures_its_file_anew(measured):
         }
         assert rows <= kinds, result.path.name
         assert {r.provider for r in result.rows} == set(asked.only)
+
+
+def test_training_that_ended_early_has_its_reason(measured, tmp_path):
+    found = next(r for r in measured.results() if r.suite == "train")
+    content = json.loads(found.path.read_text())
+    model = content["training"]["config"]["model"]
+    model.update(name="gpt2-medium", dropout_p=0.1)
+    row = next(r for r in content["rows"] if r["features"]["run"] == "standard")
+    del content["training"]["runs"]["standard"]
+    row.update(ms=None, error="OutOfMemoryError: CUDA out of memory. Tried to allocate 1 GiB.")
+    row["features"] = {"run": "standard"}
+    changed = measured.Result(tmp_path / "2099-01-02-train-somewhere.json", content)
+    page = measured._training(changed)
+    assert "- standard: OutOfMemoryError: CUDA out of memory\n" in page + "\n"
+    line = next(line for line in page.splitlines() if line.startswith("| standard |"))
+    assert set(line.split("|")[2:5]) == {" - "}
+    command = measured.command(changed).replace("\\\n", " ")
+    assert "--model gpt2-medium --dropout 0.1 " in command
+    asked = cli.parser().parse_args(shlex.split(command)[1:])
+    assert (asked.model, asked.dropout) == ("gpt2-medium", 0.1) and "standard" not in asked.only
 
 
 def test_a_new_file_is_a_new_section(measured, monkeypatch, tmp_path):

@@ -18,6 +18,7 @@ from markdown_text import facts, markdown
 
 from tilewise.bench import panels, plots, pretraining, report
 from tilewise.bench.cells import GENERATIONS_SUITE
+from tilewise.bench.gpt import GPT2
 from tilewise.bench.providers import DIRECTIONS
 from tilewise.bench.results import Row
 from tilewise.bench.training import Run
@@ -200,13 +201,14 @@ def _training(r: Result) -> str:
     training, lines = r.content["training"], []
     gaps = training["largest_gap_to_standard"]
     for x in r.rows:
-        f, run = x.features, training["runs"][x.features["run"]]
+        f, run = x.features, training["runs"].get(x.features["run"], {})
         gap = gaps.get(f["run"])
+        before, after = run.get("held_out_before"), run.get("held_out_after")
         lines.append(
             [
                 f["run"],
-                f"{run['held_out_before']:.4f}",
-                f"{run['held_out_after']:.4f}",
+                f"{before:.4f}" if before else "-",
+                f"{after:.4f}" if after else "-",
                 f"{f['steps_per_s']:.1f}" if "steps_per_s" in f else "-",
                 f"{f['tokens_per_s']:,.0f}" if "tokens_per_s" in f else "-",
                 "-" if gap is None else f"{gap:.1e}",
@@ -217,7 +219,9 @@ def _training(r: Result) -> str:
         "Loss in nats per byte. Gap: the largest difference from the curve of standard attention, "
         f"both smoothed over {training['window']} steps."
     )
-    return f"{markdown(header, lines)}\n\n{note}"
+    ended = [f"- {x.features['run']}: {x.error.split('. ')[0]}" for x in r.rows if x.error]
+    reasons = ["Ended early:\n\n" + "\n".join(ended)] if ended else []
+    return "\n\n".join([markdown(header, lines), note, *reasons])
 
 
 def command(r: Result) -> str:
@@ -232,6 +236,10 @@ def command(r: Result) -> str:
     if r.suite == pretraining.SUITE:
         config = r.content["training"]["config"]
         add("suite", [r.suite])
+        if (model := config["model"].get("name")) in GPT2:
+            add("model", [model])
+        if config["model"]["dropout_p"] > 0:
+            add("dropout", [config["model"]["dropout_p"]])
         add("only", [x.features["run"] for x in rows])
         add("steps", [config["steps"]])
         add("batch", [config["batch"]])

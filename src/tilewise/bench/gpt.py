@@ -18,14 +18,20 @@ from .text import VOCABULARY
 CausalAttention = Callable[[Tensor, Tensor, Tensor, float, int], Tensor]
 
 
-def standard_attention(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, seed: int) -> Tensor:
-    """softmax(q k^T) v with the matrix in memory; its dropout mask is tilewise's."""
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    batch, nheads, seqlen, head_dim = q.shape
+def _probabilities(q: Tensor, k: Tensor) -> Tensor:
+    """Causal softmax(q k^T), (batch, nheads, seqlen, seqlen)."""
+    q, k = q.transpose(1, 2), k.transpose(1, 2)
+    seqlen, head_dim = q.shape[-2:]
     s = (q @ k.mT) / math.sqrt(head_dim)
     hidden = torch.ones(seqlen, seqlen, dtype=torch.bool, device=q.device).triu_(1)
-    p = torch.softmax(s.masked_fill(hidden, float("-inf")), dim=-1)
+    return torch.softmax(s.masked_fill(hidden, float("-inf")), dim=-1)
+
+
+def standard_attention(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, seed: int) -> Tensor:
+    """softmax(q k^T) v with the matrix in memory; its dropout mask is tilewise's."""
+    p = _probabilities(q, k)
     if dropout_p > 0:
+        batch, nheads, seqlen, _ = p.shape
         keep = keep_mask(
             seed,
             dropout_p,
@@ -36,7 +42,18 @@ def standard_attention(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, seed: 
             device=q.device,
         )
         p = p * keep / (1 - dropout_p)
-    return (p @ v).transpose(1, 2)
+    return (p @ v.transpose(1, 2)).transpose(1, 2)
+
+
+def eager_attention(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, seed: int) -> Tensor:
+    """The same as models in torch have it; dropout draws from torch's generator.
+
+    ``seed`` is not used.
+    """
+    p = _probabilities(q, k)
+    if dropout_p > 0:
+        p = F.dropout(p, dropout_p)
+    return (p @ v.transpose(1, 2)).transpose(1, 2)
 
 
 def tilewise_attention(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, seed: int) -> Tensor:
@@ -60,7 +77,7 @@ ATTENTION: dict[str, CausalAttention] = {
     "standard": standard_attention,
     "tilewise": tilewise_attention,
 }
-RIVALS: dict[str, CausalAttention] = {"sdpa": sdpa_attention}
+RIVALS: dict[str, CausalAttention] = {"eager": eager_attention, "sdpa": sdpa_attention}
 
 
 def attention_named(name: str) -> CausalAttention:
@@ -70,8 +87,12 @@ def attention_named(name: str) -> CausalAttention:
 
 @dataclass(frozen=True, slots=True)
 class GPTConfig:
-    """Sizes of the model; the defaults have 3.3 million parameters, ``GPT2_SMALL`` 86 million."""
+    """Sizes of the model; the defaults have 3.3 million parameters.
 
+    Over bytes "gpt2-small" of ``GPT2`` has 86 million, "gpt2-medium" 304 million.
+    """
+
+    name: str = "demo"
     context: int = 256
     layers: int = 4
     nheads: int = 4
@@ -79,7 +100,13 @@ class GPTConfig:
     dropout_p: float = 0.1
 
 
-GPT2_SMALL = GPTConfig(context=1024, layers=12, nheads=12, width=768, dropout_p=0.0)
+GPT2 = {
+    config.name: config
+    for config in (
+        GPTConfig("gpt2-small", 1024, layers=12, nheads=12, width=768, dropout_p=0.0),
+        GPTConfig("gpt2-medium", 1024, layers=24, nheads=16, width=1024, dropout_p=0.0),
+    )
+}
 
 
 class Block(nn.Module):

@@ -61,12 +61,18 @@ def attempt(function: Callable[[], T], device: str) -> T | Failure:
 
 def _recover(reason: str) -> None:
     """Gives back what a failed call held."""
-    gc.collect()
     try:
         torch.cuda.synchronize()
     except RuntimeError as error:
         raise DeviceLostError(f"the GPU is lost: {error} (after {reason})") from error
-    torch.cuda.empty_cache()
+    release("cuda")
+
+
+def release(device: str) -> None:
+    """Gives back what nothing refers to any more, and a GPU's memory that torch kept of it."""
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
 
 
 class Meter(Protocol):

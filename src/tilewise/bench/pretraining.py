@@ -13,8 +13,8 @@ from typing import Any
 
 from . import plots
 from .console import table
-from .gpt import GPT2_SMALL, GPTConfig
-from .meters import DeviceLostError, Failure, attempt
+from .gpt import GPT2, GPTConfig
+from .meters import DeviceLostError, Failure, attempt, release
 from .providers import Provider
 from .results import Output, Row, machine
 from .rivals import CPU, providers_on
@@ -27,12 +27,14 @@ WINDOW = 20  # steps of the moving average
 _SAVE_EVERY = 25
 _CPU_TEXT = 200_000  # bytes
 _GPU_TEXT = 4_000_000
+# Of a step on a GPU: with a quarter of them the host's launches decide the time of a step.
+_GPU_TOKENS = 32 << 10
 _WARM_STEPS = 5  # not counted in times
 OTHER_SEED = "standard-other-seed"
 # name of a run: (attention, what is added to the seed, its provider)
 RUNS: dict[str, tuple[str, int, str]] = {
-    "standard": ("standard", 0, "eager"),
-    OTHER_SEED: ("standard", 1, "eager"),
+    "standard": ("eager", 0, "eager"),
+    OTHER_SEED: ("eager", 1, "eager"),
     "tilewise": ("tilewise", 0, "tilewise"),
     "sdpa": ("sdpa", 0, "sdpa-flash"),
 }
@@ -41,21 +43,28 @@ RUNS: dict[str, tuple[str, int, str]] = {
 def config_for(
     device: str,
     *,
+    model: str | None = None,
+    dropout_p: float = 0.0,
     steps: int | None = None,
     batch: int | None = None,
     context: int | None = None,
     dtype: str | None = None,
     seed: int = 0,
 ) -> TrainingConfig:
-    """GPT-2 small over bytes on a GPU, a tiny model on a CPU; None is the device's default."""
+    """A GPT-2 over bytes on a GPU, a tiny model on a CPU; None is the device's default.
+
+    ``model`` is a name of ``gpt.GPT2``, GPT-2 small by default; a CPU does not read it. By default
+    a GPU's batch has 32k tokens, but at least one sequence.
+    """
     if device == CPU:
-        model = GPTConfig(context=64, layers=2, nheads=2, width=64, dropout_p=0.0)
-        config = TrainingConfig(model, steps=30, batch=4, warm_up=3, evaluation_batches=4)
+        tiny = GPTConfig("tiny", context=64, layers=2, nheads=2, width=64)
+        config = TrainingConfig(tiny, steps=30, batch=4, warm_up=3, evaluation_batches=4)
     else:
+        gpt2 = GPT2[model or "gpt2-small"]
         config = TrainingConfig(
-            GPT2_SMALL,
+            gpt2,
             steps=300,
-            batch=8,
+            batch=max(1, _GPU_TOKENS // (context or gpt2.context)),
             learning_rate=6e-4,
             warm_up=30,
             evaluation_batches=16,
@@ -63,7 +72,7 @@ def config_for(
         )
     return replace(
         config,
-        model=replace(config.model, context=context or config.model.context),
+        model=replace(config.model, context=context or config.model.context, dropout_p=dropout_p),
         steps=steps or config.steps,
         batch=batch or config.batch,
         dtype=dtype or config.dtype,
@@ -123,11 +132,14 @@ class Pretraining:
                 if self.limit is not None and time.monotonic() - start > self.limit:
                     self.steps_left_out = self.config.steps - step
                     break
-                self._step(trainers, step)
+                take = partial(Trainer.step, step=step)
+                for name in list(trainers):
+                    if self._turn(trainers, name, take):
+                        self.tick(f"{name}: loss {self.runs[name].losses[-1]:.3f}")
                 if step % _SAVE_EVERY == _SAVE_EVERY - 1:
                     self.save()
-            for name, trainer in trainers.items():
-                self._try(name, trainer.finish)
+            for name in list(trainers):
+                self._turn(trainers, name, Trainer.finish)
         except DeviceLostError as error:
             for name in self.only:
                 self.errors.setdefault(name, str(error))
@@ -156,12 +168,15 @@ class Pretraining:
             self._try(name, start)
         return trainers
 
-    def _step(self, trainers: dict[str, Trainer], step: int) -> None:
-        for name, trainer in list(trainers.items()):
-            if self._try(name, partial(trainer.step, step)):
-                self.tick(f"{name}: loss {trainer.run.losses[-1]:.3f}")
-            else:
-                del trainers[name]
+    def _turn(
+        self, trainers: dict[str, Trainer], name: str, act: Callable[[Trainer], object]
+    ) -> bool:
+        """Whether a trainer could ``act``; one that could not is let go, its memory given back."""
+        done = self._try(name, partial(act, trainers[name]))
+        if not done:
+            del trainers[name]
+            release(self.config.device)
+        return done
 
     def gaps(self) -> dict[str, float]:
         """Largest difference of each run's smoothed curve to that of "standard"."""
@@ -189,6 +204,9 @@ class Pretraining:
         config, model, run = self.config, self.config.model, self.runs.get(name)
         seconds = self.seconds(name)
         features: dict[str, Any] = {"run": name, "seed": config.seed + RUNS[name][1]}
+        features["model"] = model.name
+        if model.dropout_p > 0:
+            features["dropout_p"] = model.dropout_p
         if seconds is not None:
             features["steps_per_s"] = 1 / seconds
             features["tokens_per_s"] = config.tokens / seconds
@@ -228,12 +246,15 @@ class Pretraining:
         self.output.save(self.rows(), training=training)
 
     def summary(self) -> str:
-        """A line for each run: losses, perplexity, speed, and its distance from "standard"."""
+        """A line for each run: losses, perplexity, speed, and its distance from "standard".
+
+        Then a line for each that ended early, with the reason.
+        """
         gaps, lines = self.gaps(), []
         for name in self.only:
             run, seconds = self.runs.get(name), self.seconds(name)
             if run is None or seconds is None:
-                lines.append([name, *["-"] * 6, self.errors.get(name, "")])
+                lines.append([name, *["-"] * 6])
                 continue
             held_out = run.held_out_after
             lines.append(
@@ -245,11 +266,12 @@ class Pretraining:
                     f"{1 / seconds:.2f}",
                     f"{self.config.tokens / seconds:,.0f}",
                     f"{gaps[name]:.1e}" if name in gaps else "-",
-                    self.errors.get(name, ""),
                 ]
             )
-        header = ["run", "held out: start", "end", "perplexity", "steps/s", "tokens/s", "gap", ""]
-        return table(header, lines)
+        header = ["run", "held out: start", "end", "perplexity", "steps/s", "tokens/s", "gap"]
+        reasons = [f"  {name}: {reason}" for name, reason in self.errors.items()]
+        ended = ["\nEnded early:", *reasons] if reasons else []
+        return "\n".join([table(header, lines), *ended])
 
 
 def draw(runs: Mapping[str, Run], board: Mapping[str, Any], path: Path) -> None:

@@ -59,7 +59,7 @@ class Trainer:
     Steps of several trainers may be taken in turn: each sets torch's generator itself.
 
     Args:
-        attention: "standard", "tilewise" or "sdpa".
+        attention: a name of ``gpt.ATTENTION`` or ``gpt.RIVALS``.
         text: what to learn.
         config: sizes, steps and seed.
     """

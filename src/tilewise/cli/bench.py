@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ..bench.cells import GENERATIONS_SUITE, HEAD_DIMS, HIDDEN, MIXED, Asked
+from ..bench.gpt import GPT2
 from ..bench.pretraining import RUNS
 from ..bench.pretraining import SUITE as TRAIN_SUITE
 from ..bench.providers import BACKWARD, DIRECTIONS, FORWARD, INPUTS
@@ -26,7 +27,7 @@ _EPILOG = f"""suites:
                      tokens, hidden size 2048), on a CPU one batch of 8 heads of 64
   {GENERATIONS_SUITE}        standard attention and each paper's algorithm, with and without causal
                      mask and dropout, time and peak memory
-  {TRAIN_SUITE}              a GPT by each attention, a step of each in turn: on a GPU GPT-2 small
+  {TRAIN_SUITE}              a GPT by each attention, a step of each in turn: on a GPU a GPT-2
                      in bfloat16, on a CPU a tiny one
 
 environment:
@@ -80,6 +81,11 @@ def add_parser(commands: Any) -> None:
     own.add_argument(
         "--time-limit", type=duration, metavar="S", help="start nothing new after so many seconds"
     )
+    own.add_argument(
+        "--model",
+        choices=tuple(GPT2),
+        help=f"of {TRAIN_SUITE} on a GPU; default: {next(iter(GPT2))}",
+    )
     own.add_argument("--steps", type=positive, help=f"of {TRAIN_SUITE}; default: 300, 30 on a CPU")
     own.add_argument("--seed", type=int, default=0, help=f"of {TRAIN_SUITE}; default: %(default)s")
     own.add_argument("--json", type=output_file, help="result file to write")
@@ -92,7 +98,8 @@ def _add_shapes(own: argparse.ArgumentParser) -> None:
     own.add_argument(
         "--batch",
         type=positive,
-        help="default: 1; on a GPU what makes 16k tokens, of generations 64k",
+        help=f"default: 1, of {TRAIN_SUITE} 4; on a GPU what makes 16k tokens, of"
+        f" {GENERATIONS_SUITE} 64k, of {TRAIN_SUITE} 32k",
     )
     own.add_argument("--n-heads", type=positive, help="default: 8; on a GPU 2048 / d-head")
     own.add_argument("--n-heads-kv", type=positive, help="default: n-heads; on a GPU")
@@ -112,7 +119,8 @@ def _add_shapes(own: argparse.ArgumentParser) -> None:
         "--seq-len",
         type=lengths,
         metavar="N,N,...",
-        help="default: 512,1024,2048,4096; on a GPU 1024 to 16384",
+        help=f"default: 512,1024,2048,4096; on a GPU 1024 to 16384. One of {TRAIN_SUITE}, default:"
+        " 64, on a GPU 1024",
     )
     own.add_argument(
         "--d-head",
@@ -201,6 +209,8 @@ def run(own: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     if a.device == CUDA and not torch.cuda.is_available():
         own.error("argument --device: torch sees no GPU")
     a.device = a.device or (CUDA if torch.cuda.is_available() else CPU)
+    if a.model and (suite != TRAIN_SUITE or a.device == CPU):
+        own.error(f"argument --model: for --suite {TRAIN_SUITE} on a GPU")
     if suite == TRAIN_SUITE:
         _check_kinds(own, a, suite)
         if a.seq_len is not None and len(a.seq_len) != 1:
@@ -222,7 +232,7 @@ def run(own: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     if a.d_head is not None and len(a.d_head) != 1:
         own.error("argument --d-head: one on a CPU")
     if a.dropout:
-        own.error(f"argument --dropout: on a CPU for --suite {GENERATIONS_SUITE}")
+        own.error(f"argument --dropout: on a CPU for --suite {GENERATIONS_SUITE} or {TRAIN_SUITE}")
     _check_kinds(own, a, "on a CPU")
     a.only = _only(own, a.only, there)
     a.batch, a.n_heads, a.seq_len = a.batch or 1, a.n_heads or 8, a.seq_len or _CPU_LENGTHS

@@ -17,6 +17,8 @@ def run(arguments: argparse.Namespace) -> int:
     a = arguments
     config = config_for(
         a.device,
+        model=a.model,
+        dropout_p=a.dropout or 0.0,
         steps=a.steps,
         batch=a.batch,
         context=a.seq_len[0] if a.seq_len else None,
@@ -26,9 +28,10 @@ def run(arguments: argparse.Namespace) -> int:
     training = Pretraining(config, Output.of(a.json, a.csv, a.device), a.only, a.time_limit)
     m = config.model
     print(
-        f"A GPT of {m.layers} layers, {m.nheads} heads, width {m.width}, over bytes, context"
-        f" {m.context}, batch {config.batch}, {config.dtype}:\n{config.steps} steps on the"
-        f" source of Python's standard library.\n{machine(training.output.board)}",
+        f"{m.name}, a GPT of {m.layers} layers, {m.nheads} heads, width {m.width}, over bytes,"
+        f" dropout {m.dropout_p:g}, context\n{m.context}, batch {config.batch}, {config.dtype}:"
+        f" {config.steps} steps on the source of Python's standard library."
+        f"\n{machine(training.output.board)}",
         flush=True,
     )
     lost = None
@@ -53,6 +56,10 @@ def run(arguments: argparse.Namespace) -> int:
 def _print(training: Pretraining, lost: str | None) -> None:
     print("\nLoss in nats per byte; gap: largest difference from the curve of standard attention,")
     print(f"both smoothed over {pretraining.WINDOW} steps:\n")
+    if training.config.model.dropout_p > 0:
+        print(
+            "Attentions draw dropout masks each in its own way: a gap may be that of two masks.\n"
+        )
     print(training.summary())
     gaps = training.gaps()
     if "tilewise" in gaps and OTHER_SEED in gaps:
