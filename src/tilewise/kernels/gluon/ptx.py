@@ -135,8 +135,8 @@ def opaque_zero(x):
 
 @gluon.jit
 def opaque(x):
-    """The number x, in float32, which the compilers cannot know to be x: what is computed with it is
-    not computed before a branch together with the same of x."""
+    """x, a float32 number, which the compilers cannot know to be x: what one side of a branch
+    computes with it is not computed before the branch because the other computes it with x."""
     return gl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1
     )
