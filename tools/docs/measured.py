@@ -250,15 +250,18 @@ def command(r: Result) -> str:
     add("suite", [r.suite] if r.suite else directions)
     if r.suite == GENERATIONS_SUITE:
         add("direction", directions)
-    if r.suite or not r.on_gpu:
-        add("n-heads", sorted({x.nheads for x in rows}))
+    # of several numbers of heads, those that the suite has of itself
+    of_its_own = r.suite == GENERATIONS_SUITE and len({x.nheads for x in rows}) > 1
+    if (r.suite or not r.on_gpu) and not of_its_own:
+        add("n-heads", [x.nheads for x in rows])
     if any(x.nheads_kv != x.nheads for x in rows):
         add("n-heads-kv", sorted({x.nheads_kv for x in rows}))
     if any(x.lengths for x in rows):
         words.append("--packed")
     else:
         add("seq-len", sorted({x.seqlen_q for x in rows}))
-    add("d-head", sorted({x.head_dim for x in rows}))
+    if not of_its_own:
+        add("d-head", sorted({x.head_dim for x in rows}))
     if len(masks := {x.causal for x in rows}) == 1:
         words.append("--causal" if masks.pop() else "--no-causal")
     add("dtype", [rows[0].dtype])
