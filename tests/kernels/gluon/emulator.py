@@ -399,6 +399,7 @@ def _language(program: int, programs: int, lock: Any) -> SimpleNamespace:
         max=_reduce(torch.amax),
         sum=_reduce(torch.sum),
         exp2=lambda x: tile(torch.exp2(x)),
+        log2=lambda x: tile(torch.log2(x)),
         broadcast=lambda a, b: tuple(map(tile, torch.broadcast_tensors(a, b))),
         reshape=lambda x, shape: x.reshape(shape),
         permute=lambda x, order: x.permute(order),
