@@ -1,14 +1,17 @@
 import json
 import math
+import sys
 import weakref
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from tilewise.bench import gpt, meters, pretraining
+from tilewise.bench import gpt, meters, plots, pretraining, rivals
 from tilewise.bench.pretraining import OTHER_SEED, Pretraining, config_for
+from tilewise.bench.providers import PROVIDERS, Provider
 from tilewise.bench.results import Output
 
 
@@ -105,6 +108,77 @@ def test_equal_seeds_give_equal_curves_and_other_seeds_do_not(tmp_path):
     assert saved["training"]["largest_gap_to_standard"] == gaps
 
 
+def offer(monkeypatch, name, function, **more):
+    """``function`` as flash-attn's of that name, on a CPU."""
+    monkeypatch.setitem(sys.modules, "like_flash", SimpleNamespace(flash_attn_func=function))
+    provider = Provider(name, False, rivals._bind_flash("like_flash"), package="torch", **more)
+    monkeypatch.setitem(PROVIDERS, name, provider)
+
+
+def test_rivals_train_by_their_providers(tmp_path, monkeypatch):
+    def flash(q, k, v, causal):
+        seen.append((q.shape, causal))
+        return gpt.sdpa_attention(q, k, v, 0.0, 0), None
+
+    seen = []
+    offer(monkeypatch, "fa3", flash)
+    training = start(tmp_path, steps=4, only=("standard", OTHER_SEED, "sdpa-flash", "fa3"))
+    training.run()
+    gaps, rows = training.gaps(), training.rows()
+    assert not training.errors and gaps["sdpa-flash"] < 1e-4 and gaps["fa3"] < 1e-4
+    assert set(seen) == {((4, 64, 2, 32), True)}
+    assert training.runs["fa3"].attention == "fa3"
+    told = [(r.provider, r.features["run"], r.features["seed"]) for r in rows[2:]]
+    assert told == [("sdpa-flash", "sdpa-flash", 0), ("fa3", "fa3", 0)]
+    assert all(r.provider_version == torch.__version__ for r in rows[2:])
+
+
+def test_a_rival_with_dropout_drops_in_steps_alone(tmp_path, monkeypatch):
+    def flash(q, k, v, causal, **dropout):
+        seen.append((torch.is_grad_enabled(), dropout))
+        return gpt.sdpa_attention(q, k, v, 0.0, 0)
+
+    seen = []
+    offer(monkeypatch, "flash-attn", flash)
+    training = start(tmp_path, steps=1, dropout_p=0.5, only=("flash-attn",))
+    training.run()
+    assert not training.errors and len(training.runs["flash-attn"].losses) == 1
+    assert {on for on, _ in seen} == {True, False}
+    assert all(dropout == ({"dropout_p": 0.5} if on else {}) for on, dropout in seen)
+
+
+def test_a_rival_without_dropout_is_a_row_that_says_so(tmp_path, monkeypatch):
+    def flash(q, k, v, causal):
+        raise AssertionError("called")
+
+    offer(monkeypatch, "fa4", flash, has_dropout=False)
+    training = start(tmp_path, steps=2, dropout_p=0.1, only=("standard", "fa4"))
+    training.run()
+    standard, fa4 = training.rows()
+    assert (fa4.error, fa4.ms) == ("fa4 has no dropout", None)
+    assert standard.error is None and len(training.runs["standard"].losses) == 2
+    assert training.refused == {"fa4"} and "fa4" not in training.runs
+    assert "Not trained to the end:\n  fa4: fa4 has no dropout" in training.summary()
+
+
+@pytest.mark.parametrize("backward", [True, False])
+def test_runs_are_those_that_are_there_and_have_a_backward(monkeypatch, backward):
+    found = rivals.providers_on("cuda")
+    for name in ("flash-attn", "fa3", "fa4"):
+        reason = "no such module" if name == "fa4" else None
+        here = replace(found[name], absent=lambda reason=reason: reason)
+        monkeypatch.setitem(found, name, here)
+    monkeypatch.setitem(found, "fa3", replace(found["fa3"], has_backward=backward))
+    more = ("sdpa-flash", "sdpa-cudnn", "flash-attn", *(("fa3",) if backward else ()))
+    assert pretraining.runs_on("cuda") == (*pretraining.RUNS, *more)
+    assert pretraining.runs_on("cpu") == (*pretraining.RUNS, "sdpa-flash")
+
+
+def test_runs_differ_in_colour():
+    names = {*pretraining.RUNS, *pretraining.OTHERS} - {OTHER_SEED}
+    assert len({plots.color(name) for name in names}) == len(names)
+
+
 def test_one_that_fails_leaves_the_others(tmp_path, monkeypatch):
     steps = []
 
@@ -190,12 +264,12 @@ def test_autocast_trains_in_bfloat16(tmp_path):
 
 @pytest.mark.gpu
 def test_on_a_gpu_standard_and_sdpa_agree(tmp_path):
-    only = ("standard", OTHER_SEED, "sdpa")
+    only = ("standard", OTHER_SEED, "sdpa", "sdpa-flash", "sdpa-cudnn")
     training = start(tmp_path, "cuda", steps=6, batch=2, context=128, only=only)
     training.run()
     assert not training.errors
     gaps = training.gaps()
-    assert gaps["sdpa"] < gaps[OTHER_SEED]
+    assert all(gaps[name] < gaps[OTHER_SEED] for name in only[2:])
     assert all(len(run.losses) == 6 for run in training.runs.values())
 
 

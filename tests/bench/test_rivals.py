@@ -1,3 +1,5 @@
+import sys
+
 import pytest
 import torch
 
@@ -40,6 +42,31 @@ def test_flash_attn_is_called_by_its_function(tmp_path, monkeypatch):
     q, k, v = (torch.full((1,), float(i)) for i in range(3))
     assert bind(Shape(causal=True))(q, k, v) is q
     assert bind(Shape(causal=False))(q, k, v) is k
+
+
+def test_flash_attn_is_told_of_dropout_where_there_is_some(tmp_path, monkeypatch):
+    text = "def flash_attn_func(q, k, v, dropout_p=0.0, causal=False):\n    return q * dropout_p\n"
+    (tmp_path / "like_fa2.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    bind, q = rivals._bind_flash("like_fa2"), torch.ones(1)
+    assert bind(Shape(dropout_p=0.25))(q, q, q) == 0.25 and bind(Shape())(q, q, q) == 0.0
+
+
+def test_a_flash_attn_of_fa4_alone_is_no_flash_attn_2(tmp_path, monkeypatch):
+    (tmp_path / "flash_attn" / "cute").mkdir(parents=True)
+    (tmp_path / "flash_attn" / "cute" / "interface.py").write_text("")
+    for name in [n for n in sys.modules if n.partition(".")[0] == "flash_attn"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    true = rivals._import_error.__wrapped__  # what is kept would outlive the test
+    monkeypatch.setattr(rivals, "_import_error", true)
+    found = rivals.providers_on("cuda")
+    try:
+        assert found["fa4"].absent() is None
+        assert "flash_attn.flash_attn_interface" in found["flash-attn"].absent()
+    finally:
+        for name in [n for n in sys.modules if n.partition(".")[0] == "flash_attn"]:
+            del sys.modules[name]
 
 
 def test_fa3_alone_may_lack_a_backward():

@@ -109,6 +109,41 @@ def test_training_with_dropout(capsys, tmp_path):
     assert "over bytes, dropout 0.1, " in out and "gap may be that of two masks" in out
 
 
+def _without_dropout(monkeypatch):
+    provider = replace(PROVIDERS["sdpa-flash"], name="fa3", has_dropout=False)
+    monkeypatch.setitem(PROVIDERS, "fa3", provider)
+
+
+def test_what_has_no_dropout_is_no_failure_beside_what_has(capsys, monkeypatch, tmp_path):
+    _without_dropout(monkeypatch)
+    line = ["bench", "--device", "cpu", "--suite", "train", "--steps", "1", "--dropout", "0.1"]
+    path = tmp_path / "t.json"
+    assert main([*line, "--only", "fa3,tilewise", "--json", str(path)]) == 0
+    rows = json.loads(path.read_text())["rows"]
+    assert [(r["provider"], r["error"]) for r in rows] == [
+        ("tilewise", None),
+        ("fa3", "fa3 has no dropout"),
+    ]
+    assert "fa3: fa3 has no dropout" in capsys.readouterr().out
+    assert main([*line, "--only", "fa3"]) == 1
+
+
+def test_rivals_are_trained_by_default_on_a_gpu_alone(capsys, monkeypatch, host_as_gpu):
+    trained = []
+    monkeypatch.setattr(bench_train.Pretraining, "run", lambda self: trained.append(self.only))
+    for name in ("flash-attn", "fa3", "fa4"):
+        _take_away(monkeypatch, name)
+    _without_dropout(monkeypatch)  # there, on a CPU
+    for line in (["--device", "cuda"], ["--device", "cpu"], ["--only", "sdpa-cudnn,sdpa"]):
+        assert main(["bench", "--suite", "train", *line]) == 0
+    four = list(pretraining.RUNS)
+    assert trained == [[*four, "sdpa-flash", "sdpa-cudnn"], four, ["sdpa", "sdpa-cudnn"]]
+    with pytest.raises(SystemExit):
+        main(["bench", "--suite", "train", "--only", "fa4,sdpa"])
+    told = "fa4: must be of standard, standard-other-seed, tilewise, sdpa, sdpa-flash, sdpa-cudnn"
+    assert f"{told} here" in " ".join(capsys.readouterr().err.split())
+
+
 @pytest.mark.parametrize("name", [None, "gpt2-small", "gpt2-medium"])
 def test_the_model_of_a_gpu(capsys, monkeypatch, host_as_gpu, name):
     def run(self):
@@ -192,6 +227,7 @@ def test_nothing_that_is_there_is_an_error(capsys, monkeypatch, host_as_gpu):
         (["--suite", "sideways"], "sideways: must be of fwd"),
         (["--only", "fa4"], "fa4: must be of tilewise"),
         (["--suite", "train", "--only", "eager"], "eager: must be of standard"),
+        (["--suite", "train", "--only", "sdpa-cudnn"], "sdpa-cudnn: must be of standard"),
         (["--suite", "train", "--seq-len", "8,9"], "train takes one"),
         (["--suite", "train", "--model", "gpt2-medium"], "--model: for --suite train on a GPU"),
         (["--model", "gpt2-small"], "--model: for --suite train on a GPU"),

@@ -149,6 +149,31 @@ def test_training_that_ended_early_has_its_reason(measured, tmp_path):
     assert (asked.model, asked.dropout) == ("gpt2-medium", 0.1) and "standard" not in asked.only
 
 
+def test_training_by_rivals(measured, monkeypatch, tmp_path):
+    found = next(r for r in measured.results() if r.suite == "train")
+    content = json.loads(found.path.read_text())
+    runs, gaps = (content["training"][key] for key in ("runs", "largest_gap_to_standard"))
+    row = next(r for r in content["rows"] if r["features"]["run"] == "sdpa")
+    runs["flash-attn"], gaps["flash-attn"] = {**runs["sdpa"], "attention": "flash-attn"}, 0.125
+    features = {**row["features"], "run": "flash-attn"}
+    content["rows"].append({**row, "provider": "flash-attn", "features": features})
+    features = {"run": "fa4", "seed": 0}
+    error = "fa4 has no dropout"
+    content["rows"].append(
+        {**row, "provider": "fa4", "ms": None, "error": error} | {"features": features}
+    )
+    path = tmp_path / "2099-01-02-train-somewhere.json"
+    path.write_text(json.dumps(content))
+    monkeypatch.setattr(measured, "RESULTS", tmp_path)
+    monkeypatch.setattr(measured, "DRAWN", tmp_path / "drawn")
+    page = measured.page()
+    assert "- fa4: fa4 has no dropout" in page and "| 1.2e-01 |" in page
+    assert len(list((tmp_path / "drawn").glob("*.svg"))) == 1
+    (result,) = measured.results()
+    asked = cli.parser().parse_args(shlex.split(measured.command(result).replace("\\\n", " "))[1:])
+    assert set(asked.only) == {r.features["run"] for r in result.rows} - {"fa4"}
+
+
 def test_a_new_file_is_a_new_section(measured, monkeypatch, tmp_path):
     newest = measured.results()[-1].path
     shutil.copy(newest, tmp_path / "2099-01-02-fwd-somewhere.json")

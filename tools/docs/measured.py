@@ -220,7 +220,7 @@ def _training(r: Result) -> str:
         f"both smoothed over {training['window']} steps."
     )
     ended = [f"- {x.features['run']}: {x.error.split('. ')[0]}" for x in r.rows if x.error]
-    reasons = ["Ended early:\n\n" + "\n".join(ended)] if ended else []
+    reasons = ["Not trained to the end:\n\n" + "\n".join(ended)] if ended else []
     return "\n\n".join([markdown(header, lines), note, *reasons])
 
 

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from ..api import flash_attn_func
 from ..formats.philox import keep_mask
+from .providers import Provider, Shape
+from .rivals import CPU, providers_on
 from .text import VOCABULARY
 
 # (q, k, v, dropout_p, seed) -> out, all (batch, seqlen, nheads, head_dim)
@@ -73,6 +75,21 @@ def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, seed: int)
     return out.transpose(1, 2)
 
 
+def provided_attention(provider: Provider) -> CausalAttention:
+    """The same by a provider, which gets views in its layout; ``seed`` is not used."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, seed: int) -> Tensor:
+        batch, seqlen, nheads, head_dim = q.shape
+        dtype, device = str(q.dtype).removeprefix("torch."), q.device.type
+        shape = Shape(batch, seqlen, nheads, head_dim, True, dtype, dropout_p, device)
+        call = provider.bind(shape)
+        if not provider.heads_first:
+            return call(q, k, v)
+        return call(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)).transpose(1, 2)
+
+    return attend
+
+
 ATTENTION: dict[str, CausalAttention] = {
     "standard": standard_attention,
     "tilewise": tilewise_attention,
@@ -80,9 +97,11 @@ ATTENTION: dict[str, CausalAttention] = {
 RIVALS: dict[str, CausalAttention] = {"eager": eager_attention, "sdpa": sdpa_attention}
 
 
-def attention_named(name: str) -> CausalAttention:
-    """Of ``ATTENTION`` or ``RIVALS``."""
-    return RIVALS[name] if name in RIVALS else ATTENTION[name]
+def attention_named(name: str, device: str = CPU) -> CausalAttention:
+    """Of ``RIVALS`` or ``ATTENTION``, else by the device's provider of that name."""
+    if found := RIVALS.get(name) or ATTENTION.get(name):
+        return found
+    return provided_attention(providers_on(device)[name])
 
 
 @dataclass(frozen=True, slots=True)

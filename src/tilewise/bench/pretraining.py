@@ -15,7 +15,7 @@ from . import plots
 from .console import table
 from .gpt import GPT2, GPTConfig
 from .meters import DeviceLostError, Failure, attempt, release
-from .providers import Provider
+from .providers import FORWARD_BACKWARD, Provider, Shape
 from .results import Output, Row, machine
 from .rivals import CPU, providers_on
 from .text import Text, standard_library
@@ -38,6 +38,19 @@ RUNS: dict[str, tuple[str, int, str]] = {
     "tilewise": ("tilewise", 0, "tilewise"),
     "sdpa": ("sdpa", 0, "sdpa-flash"),
 }
+# Runs beside these, each by the provider of its name.
+OTHERS = ("sdpa-flash", "sdpa-cudnn", "flash-attn", "fa3", "fa4")
+
+
+def runs_on(device: str) -> tuple[str, ...]:
+    """``RUNS``, and of ``OTHERS`` those that are there and have a backward."""
+    known = providers_on(device)
+    others = [known[name] for name in OTHERS if name in known]
+    return (*RUNS, *(p.name for p in others if p.has_backward and p.absent() is None))
+
+
+def _run(name: str) -> tuple[str, int, str]:
+    return RUNS.get(name, (name, 0, name))
 
 
 def config_for(
@@ -101,11 +114,12 @@ class Pretraining:
     Attributes:
         config: of the first seed.
         output: saved as the run proceeds.
-        only: names of ``RUNS`` to train.
+        only: names of ``runs_on`` to train.
         limit: seconds after which no new step is taken; None is without end.
         tick: called after each step of a run.
         runs: what each gave, in nats per byte.
-        errors: why a run ended early.
+        errors: why a run ended early, or did not begin.
+        refused: of these, the runs whose attention cannot do what is asked.
         steps_left_out: those not taken for the time limit.
     """
 
@@ -116,6 +130,7 @@ class Pretraining:
     tick: Callable[[str], None] = lambda text: None
     runs: dict[str, Run] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
+    refused: set[str] = field(default_factory=set)
     steps_left_out: int = 0
 
     def run(self) -> None:
@@ -155,8 +170,14 @@ class Pretraining:
 
     def _start(self, text: Text) -> dict[str, Trainer]:
         trainers: dict[str, Trainer] = {}
+        asked = Shape(dropout_p=self.config.model.dropout_p)
         for name in self.only:
-            attention, more, _ = RUNS[name]
+            attention, more, provider = _run(name)
+            refusal = providers_on(self.config.device)[provider].refusal(asked, FORWARD_BACKWARD)
+            if refusal is not None:
+                self.errors[name] = refusal
+                self.refused.add(name)
+                continue
             config = replace(self.config, seed=self.config.seed + more)
 
             def start(
@@ -198,12 +219,12 @@ class Pretraining:
     def rows(self) -> list[Row]:
         """A row for each run; ms are of a step."""
         providers = providers_on(self.config.device)
-        return [self._row(name, providers[RUNS[name][2]]) for name in self.only]
+        return [self._row(name, providers[_run(name)[2]]) for name in self.only]
 
     def _row(self, name: str, provider: Provider) -> Row:
         config, model, run = self.config, self.config.model, self.runs.get(name)
         seconds = self.seconds(name)
-        features: dict[str, Any] = {"run": name, "seed": config.seed + RUNS[name][1]}
+        features: dict[str, Any] = {"run": name, "seed": config.seed + _run(name)[1]}
         features["model"] = model.name
         if model.dropout_p > 0:
             features["dropout_p"] = model.dropout_p
@@ -248,7 +269,7 @@ class Pretraining:
     def summary(self) -> str:
         """A line for each run: losses, perplexity, speed, and its distance from "standard".
 
-        Then a line for each that ended early, with the reason.
+        Then a line for each that was not trained to the end, with the reason.
         """
         gaps, lines = self.gaps(), []
         for name in self.only:
@@ -270,7 +291,7 @@ class Pretraining:
             )
         header = ["run", "held out: start", "end", "perplexity", "steps/s", "tokens/s", "gap"]
         reasons = [f"  {name}: {reason}" for name, reason in self.errors.items()]
-        ended = ["\nEnded early:", *reasons] if reasons else []
+        ended = ["\nNot trained to the end:", *reasons] if reasons else []
         return "\n".join([table(header, lines), *ended])
 
 

@@ -25,6 +25,7 @@ CPU, CUDA = "cpu", "cuda"
 # The module of FA3 and the distribution that it comes from; the second has the forward alone.
 _FA3 = {"flash_attn_interface": "flash_attn_3", "fa3_fwd_interface": "fa3-fwd"}
 _FA4 = "flash_attn.cute.interface"
+_FA2 = "flash_attn.flash_attn_interface"  # FA4 alone makes a flash_attn too
 # Standard attention and the three papers, in the order of their publication.
 GENERATIONS: dict[str, tuple[str, ...]] = {
     CPU: ("eager", "tilewise-fa1", "tilewise"),
@@ -73,13 +74,15 @@ def _bind_flex(shape: Shape) -> Attend:
 
 
 def _bind_flash(module: str) -> Callable[[Shape], Attend]:
-    """``flash_attn_func`` of one of flash-attn's modules."""
+    """``flash_attn_func`` of one of flash-attn's modules, told of dropout where there is some."""
 
     def bind(shape: Shape) -> Attend:
         found_in = importlib.import_module(module)
         function = found_in.flash_attn_func
         if shape.lengths:
             function = partial(found_in.flash_attn_varlen_func, **packing(shape))
+        if shape.dropout_p > 0:
+            function = partial(function, dropout_p=shape.dropout_p)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             found = function(q, k, v, causal=shape.causal)
@@ -128,6 +131,14 @@ def _on_gpu() -> dict[str, Provider]:
         _ours("tilewise-triton", "triton", "fa2"),
         _ours("tilewise-fa1", "triton", "fa1"),
         _ours("tilewise-gluon", "gluon", "auto"),
+        Provider(
+            "flash-attn",
+            False,
+            _bind_flash(_FA2),
+            package="flash-attn",
+            has_packed=True,
+            absent=lambda: _import_error(_FA2),
+        ),
         _fa3(),
         Provider(
             "fa4",
@@ -148,8 +159,8 @@ def _on_gpu() -> dict[str, Provider]:
 
 
 GPU_NAMES = (
-    "tilewise", "tilewise-triton", "tilewise-fa1", "tilewise-gluon", "fa3", "fa4", "sdpa-cudnn",
-    "sdpa-flash", "sdpa-memeff", "flex", "eager",
+    "tilewise", "tilewise-triton", "tilewise-fa1", "tilewise-gluon", "flash-attn", "fa3", "fa4",
+    "sdpa-cudnn", "sdpa-flash", "sdpa-memeff", "flex", "eager",
 )  # fmt: skip
 NAMES = tuple(dict.fromkeys((*PROVIDERS, *GPU_NAMES)))
 

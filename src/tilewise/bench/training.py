@@ -59,7 +59,7 @@ class Trainer:
     Steps of several trainers may be taken in turn: each sets torch's generator itself.
 
     Args:
-        attention: a name of ``gpt.ATTENTION`` or ``gpt.RIVALS``.
+        attention: a name that ``gpt.attention_named`` knows.
         text: what to learn.
         config: sizes, steps and seed.
     """
@@ -68,7 +68,7 @@ class Trainer:
         torch.manual_seed(config.seed)
         self.config, self.text = config, text
         # made on the CPU, so that every device starts from the same parameters
-        self.model = GPT(config.model, attention_named(attention)).to(config.device)
+        self.model = GPT(config.model, attention_named(attention, config.device)).to(config.device)
         self.run = Run(attention, sum(p.numel() for p in self.model.parameters()))
         matrices = [p for p in self.model.parameters() if p.dim() == 2]
         vectors = [p for p in self.model.parameters() if p.dim() != 2]

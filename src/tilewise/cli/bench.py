@@ -11,7 +11,7 @@ import torch
 
 from ..bench.cells import GENERATIONS_SUITE, HEAD_DIMS, HIDDEN, MIXED, Asked
 from ..bench.gpt import GPT2
-from ..bench.pretraining import RUNS
+from ..bench.pretraining import OTHERS, RUNS, runs_on
 from ..bench.pretraining import SUITE as TRAIN_SUITE
 from ..bench.providers import BACKWARD, DIRECTIONS, FORWARD, INPUTS
 from ..bench.results import COMMIT_VARIABLE
@@ -56,7 +56,8 @@ def add_parser(commands: Any) -> None:
         type=_names(tuple(dict.fromkeys((*NAMES, *RUNS)))),
         metavar="NAME,...",
         help=f"of {', '.join(NAMES)}, as far as they are on the device; all by default. For"
-        f" {TRAIN_SUITE}: of {', '.join(RUNS)}",
+        f" {TRAIN_SUITE}: of {', '.join(RUNS)}; and of {', '.join(OTHERS)}, as far as they are"
+        " there and have a backward, by default on a GPU alone",
     )
     own.add_argument(
         "--direction",
@@ -215,7 +216,8 @@ def run(own: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
         _check_kinds(own, a, suite)
         if a.seq_len is not None and len(a.seq_len) != 1:
             own.error("argument --seq-len: train takes one")
-        a.only = _only(own, a.only, tuple(RUNS))
+        few = a.device == CPU and a.only is None
+        a.only = _only(own, a.only, tuple(RUNS) if few else runs_on(a.device))
         return bench_train.run(a)
     there = tuple(providers_on(a.device))
     if a.device == CPU and a.protocol is not None:

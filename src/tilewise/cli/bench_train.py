@@ -13,7 +13,7 @@ from ..bench.results import Output, machine
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Trains, prints, draws; 1 when a run ended early by an error."""
+    """Trains, prints, draws; 1 when a run ended early by an error, or none could begin."""
     a = arguments
     config = config_for(
         a.device,
@@ -50,7 +50,8 @@ def run(arguments: argparse.Namespace) -> int:
         written.append(a.plot)
     for path in written:
         print(f"wrote {path}")
-    return 1 if training.errors or lost else 0
+    failed = training.errors.keys() - training.refused
+    return 1 if failed or lost or training.refused.issuperset(a.only) else 0
 
 
 def _print(training: Pretraining, lost: str | None) -> None:
