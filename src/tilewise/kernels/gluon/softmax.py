@@ -113,6 +113,7 @@ def softmax(
             m = gl.convert_layout(m_i, gl.SliceLayout(1, columns), assert_trivial=True)
             seen = m[:, None] + log2(l_i)
             least = gl.where(wild != 0, m_i, NEG_INF)
+        # products of its own, else both sides' are computed before the branch, and not fused
         apart = (
             opaque(SCORE[0]), None if SCORE[1] is None else opaque(SCORE[1]), SCORE[2], SCORE[3],
             SCORE[4], SCORE[5], SCORE[6], SCORE[7],
