@@ -1,7 +1,8 @@
 """A block of rows in the one-pass backward, by a warpgroup: its share of dK, dV and dQ.
 
 TENSORS  (q, k, v, dout, lse, delta, dq, dk, dv): TMA descriptors; lse, delta and dq are the
-         backward's own, in the orders that ``statistics`` and ``in_register_order`` say
+         backward's own, in the orders that ``statistics`` and ``in_register_order`` say. Without
+         dq, which is None then, a step has dK and dV alone, and no warpgroup waits for the other
 BUFFERS  (q, dout, k, v, lse, delta, ds, dq, tile): shared memory; q, dout, lse and delta are
          rings of blocks of rows, k two halves of 64 keys of two tiles, v of two (narrow heads) or
          one, ds the halves of two blocks of rows
@@ -133,10 +134,10 @@ def wide_step(
     CONSUMER: gl.constexpr, TILE: gl.constexpr, APPROX_TANH: gl.constexpr,
 ):  # fmt: skip
     """One block of rows, heads of more than 64. dQ of the block before is in shared memory."""
-    DQ: gl.constexpr = GIVEN[0][6] is not None
     x, dk, dv, st, parity, bit, dq_row, left = STATE
     TENSORS, BUFFERS, BARRIERS, _SIZES, _PACKED = GIVEN
     BLOCK_D: gl.constexpr = TILE[0]
+    DQ: gl.constexpr = TENSORS[6] is not None
     BY_MBARRIER: gl.constexpr = TILE[2]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
