@@ -61,7 +61,7 @@ def assert_gradients_agree(monkeypatch):
     monkeypatch.setattr(launch.Launch, "__call__", _launch)
     monkeypatch.setattr(counters, "_multiprocessors", lambda index: 3)
 
-    def check(inputs, against=None, **wanted):
+    def check(inputs, against=None, spoil=None, **wanted):
         q = inputs["q"]
         arguments = {n: x for n, x in inputs.items() if n not in "qkv"}
         tensors, scalars = _operands(q, inputs["k"], inputs["v"], arguments)
@@ -71,6 +71,7 @@ def assert_gradients_agree(monkeypatch):
         out, lse, _ = reference.attention(problem, tensors, torch.float64)
         out, lse = out.to(q.dtype), lse.float()
         dout, dlse = cotangents(out, lse)
+        dout = dout if spoil is None else spoil(dout)
         wanted = Wanted(dsink=tensors.sink is not None, **wanted)
         with testing.poisoned_memory():
             g = way.backward(problem, tensors, dout, wanted)(tensors, out, lse, dout, dlse)

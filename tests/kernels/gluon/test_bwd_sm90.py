@@ -89,11 +89,18 @@ def test_rows_without_keys_and_keys_without_rows(lengths, assert_gradients_agree
 
 
 @pytest.mark.parametrize("garbage", [NAN, INF])
-def test_what_nothing_sees_may_hold_anything(garbage, assert_gradients_agree):
-    """Rows 0 to 159 see no key."""
-    inputs = qkv(300, 140) | {"causal": True}
+@pytest.mark.parametrize("more", [{}, {"softcap": 20.0}], ids=str)
+@pytest.mark.parametrize("sink", [False, True], ids=["", "sink"])
+def test_rows_that_see_nothing_may_hold_anything(sink, more, garbage, assert_gradients_agree):
+    """Rows 0 to 159 see no key, but with a sink have a finite lse."""
+    inputs = qkv(300, 140) | {"causal": True} | more
+    if sink:
+        inputs["sink"] = torch.linspace(-0.5, 0.5, inputs["q"].shape[2])
     clean = assert_gradients_agree(inputs)
     inputs["q"][:, :160] = garbage
-    dirty = assert_gradients_agree(inputs, against=clean)
+    spoil = torch.arange(300)[:, None, None] < 160
+    dirty = assert_gradients_agree(
+        inputs, against=clean, spoil=lambda dout: dout.masked_fill(spoil, garbage)
+    )
     for name in ("dq", "dk", "dv"):
         assert torch.equal(getattr(dirty, name), getattr(clean, name)), name

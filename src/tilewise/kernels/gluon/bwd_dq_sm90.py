@@ -24,6 +24,7 @@ key_blocks = twin(tiles.key_blocks)
 keys_of = twin(tiles.keys_of)
 rows_of_sequence = twin(tiles.rows_of_sequence)
 tile_of_program = twin(tiles.tile_of_program)
+sees_a_key = twin(tiles.sees_a_key)
 slope_of = twin(score.slope_of)
 
 # TENSORS  (q, k, v, dout, dq): TMA descriptors of (batch, seqlen, heads, head_dim)
@@ -35,7 +36,6 @@ slope_of = twin(score.slope_of)
 ROWS: gl.constexpr = gl.constexpr(64)  # of a warpgroup
 KEYS: gl.constexpr = gl.constexpr(64)
 BLOCK_M: gl.constexpr = gl.constexpr(128)
-INF: gl.constexpr = gl.constexpr(float("inf"))
 
 
 @gluon.jit
@@ -274,8 +274,8 @@ def _consume(
                 x = warpgroup_mma_wait(0, deps=[x])
             _hand_back(BARRIERS, (n3 - first) // KEYS, (stop - n3) // KEYS, V_STAGES)
         # a row without keys may hold anything
-        empty = gl.convert_layout(lse_i, d_rows, assert_trivial=True) == INF
-        dq = gl.where(empty[:, None], 0.0, dq * grad_scale).to(dtype)
+        seen = sees_a_key(m_start + gl.arange(0, ROWS, layout=d_rows), MASK)
+        dq = gl.where(seen[:, None], dq * grad_scale, 0.0).to(dtype)
         store_tile(
             TENSORS[4], dq_rows, dq_strides, dq, BUFFERS[0].index(CONSUMER), batch_id, start_q,
             m_start, length_q, head, PACKED[0] is not None,

@@ -343,7 +343,7 @@ def _consume(
         p32, m_i, l_i = first_softmax(s, SCORE, BLOCK_N, rows, dtype)
         if seed is not None:
             p32 = drop_tile(p32, DROPOUT, m_start, n_start)
-        wild = 0  # narrow heads wait for softmax, where one more branch costs 4 %
+        wild = 0  # narrow heads pay 1 % for the branch, and gain nothing
         if BLOCK_D >= 128:
             wild = is_wild(m_i, l_i, MASK[0], _register("wild", CONSUMER))
         p = gl.convert_layout(p32.to(dtype), p_layout, assert_trivial=True)

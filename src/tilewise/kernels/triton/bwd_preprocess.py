@@ -63,6 +63,8 @@ def flash_bwd_preprocess_kernel(
     dO = source(dout, dout_strides, batch_id, start, head, cu_seqlens_q, False)
     o = load_rows(O, m_start, 0, used, BLOCK_M, HEAD_DIM_V, BLOCK_DV, False, True)
     do = load_rows(dO, m_start, 0, used, BLOCK_M, HEAD_DIM_V, BLOCK_DV, False, True)
+    # beside a sink a row without keys has a finite lse; its O is 0 and its dO may hold anything
+    do = tl.where(o == 0.0, 0.0, do)
     delta_i = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)  # (BLOCK_M,)
     offs_m = m_start + tl.arange(0, BLOCK_M)
     lse = statistics_of(lse, batch_id, head, nheads, seqlen_q, total_q, start, cu_seqlens_q)

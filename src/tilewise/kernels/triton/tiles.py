@@ -261,6 +261,19 @@ def keys_of(m_start, m_stop, MASK):
 
 
 @triton.jit
+def sees_a_key(i, MASK):
+    """Whether there is a key that row i sees, for a tensor of rows."""
+    seqlen_q, seqlen_k, window_left, window_right = MASK
+    d = i + (seqlen_k - seqlen_q)
+    first, last = d * 0, d * 0 + (seqlen_k - 1)
+    if window_left is not None:
+        first = tl.maximum(d - window_left, first)
+    if window_right is not None:
+        last = tl.minimum(d + window_right, last)
+    return (first <= last) & (i < seqlen_q)
+
+
+@triton.jit
 def rows_of(n_start, n_stop, MASK):
     """The smallest range of rows outside which no row sees a key of [n_start, n_stop)."""
     seqlen_q, seqlen_k, window_left, window_right = MASK
