@@ -200,8 +200,13 @@ class Pretraining:
         return done
 
     def gaps(self) -> dict[str, float]:
-        """Largest difference of each run's smoothed curve to that of "standard"."""
-        losses = {name: run.losses for name, run in self.runs.items() if run.losses}
+        """Largest difference of each run's smoothed curve to that of "standard", where both were
+        trained to the end."""
+        losses = {
+            name: run.losses
+            for name, run in self.runs.items()
+            if run.losses and name not in self.errors
+        }
         if "standard" not in losses:
             return {}
         return {

@@ -56,8 +56,8 @@ def add_parser(commands: Any) -> None:
         type=_names(tuple(dict.fromkeys((*NAMES, *RUNS)))),
         metavar="NAME,...",
         help=f"of {', '.join(NAMES)}, as far as they are on the device; all by default. For"
-        f" {TRAIN_SUITE}: of {', '.join(RUNS)}; and of {', '.join(OTHERS)}, as far as they are"
-        " there and have a backward, by default on a GPU alone",
+        f" {TRAIN_SUITE}: of {', '.join(RUNS)} (standard is eager); and of {', '.join(OTHERS)},"
+        " as far as they are there and have a backward, by default on a GPU alone",
     )
     own.add_argument(
         "--direction",
@@ -139,16 +139,17 @@ def _add_shapes(own: argparse.ArgumentParser) -> None:
     )
     own.add_argument(
         "--dropout",
-        type=_probability,
+        type=probability,
         metavar="P",
         help=f"probability; default: 0.1 in half of the panels of {GENERATIONS_SUITE}, else 0",
     )
 
 
-def _probability(text: str) -> float:
+def probability(text: str) -> float:
+    """A probability of dropout that ``flash_attn_func`` takes."""
     number = float(text)
-    if not 0 <= number < 1:
-        raise argparse.ArgumentTypeError(f"{number}: must be in [0, 1)")
+    if not 0 <= number < 1 - 2**-17:
+        raise argparse.ArgumentTypeError(f"{text}: must be in [0, 1 - 2^-17)")
     return number
 
 
@@ -211,9 +212,13 @@ def run(own: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
         own.error("argument --device: torch sees no GPU")
     a.device = a.device or (CUDA if torch.cuda.is_available() else CPU)
     if a.model and (suite != TRAIN_SUITE or a.device == CPU):
-        own.error(f"argument --model: for --suite {TRAIN_SUITE} on a GPU")
+        here = ", not on this CPU" if suite == TRAIN_SUITE else ""
+        own.error(f"argument --model: for --suite {TRAIN_SUITE} on a GPU{here}")
     if suite == TRAIN_SUITE:
         _check_kinds(own, a, suite)
+        for name in ("n_heads", "d_head", "causal", "direction", "protocol", "seconds"):
+            if getattr(a, name) is not None:
+                own.error(f"argument --{name.replace('_', '-')}: not for {suite}")
         if a.seq_len is not None and len(a.seq_len) != 1:
             own.error("argument --seq-len: train takes one")
         few = a.device == CPU and a.only is None

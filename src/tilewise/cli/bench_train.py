@@ -29,7 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
     m = config.model
     print(
         f"{m.name}, a GPT of {m.layers} layers, {m.nheads} heads, width {m.width}, over bytes,"
-        f" dropout {m.dropout_p:g}, context\n{m.context}, batch {config.batch}, {config.dtype}:"
+        f" dropout {m.dropout_p:g},\ncontext {m.context}, batch {config.batch}, {config.dtype}:"
         f" {config.steps} steps on the source of Python's standard library."
         f"\n{machine(training.output.board)}",
         flush=True,
@@ -59,7 +59,8 @@ def _print(training: Pretraining, lost: str | None) -> None:
     print(f"both smoothed over {pretraining.WINDOW} steps:\n")
     if training.config.model.dropout_p > 0:
         print(
-            "Attentions draw dropout masks each in its own way: a gap may be that of two masks.\n"
+            "Attentions may draw their dropout masks in different ways: a gap may be that of two"
+            " masks.\n"
         )
     print(training.summary())
     gaps = training.gaps()
