@@ -95,7 +95,7 @@ def test_training_on_a_cpu(capsys, tmp_path):
     out = capsys.readouterr().out
     assert "tilewise differs from standard attention of the same seed by" in out
     assert "tokens/s" in out and "two masks" not in out
-    assert out.startswith("tiny, a GPT of 2 layers, 2 heads, width 64, over bytes, dropout 0, ")
+    assert out.startswith("tiny, a GPT of 2 layers, 2 heads, width 64, over bytes, dropout 0,")
 
 
 def test_training_with_dropout(capsys, tmp_path):
@@ -106,7 +106,7 @@ def test_training_with_dropout(capsys, tmp_path):
     assert [r["features"]["dropout_p"] for r in found["rows"]] == [0.1, 0.1]
     assert found["training"]["config"]["model"]["dropout_p"] == 0.1
     out = capsys.readouterr().out
-    assert "over bytes, dropout 0.1, " in out and "gap may be that of two masks" in out
+    assert "over bytes, dropout 0.1," in out and "gap may be that of two masks" in out
 
 
 def _without_dropout(monkeypatch):
@@ -158,7 +158,7 @@ def test_the_model_of_a_gpu(capsys, monkeypatch, host_as_gpu, name):
     layers = 24 if name == "gpt2-medium" else 12
     out = capsys.readouterr().out
     assert out.startswith(f"{config.model.name}, a GPT of {layers} layers, ")
-    assert "context\n4096, batch 8, bfloat16" in out
+    assert "context 4096, batch 8, bfloat16" in out
 
 
 def test_only_training_on_a_gpu_has_a_model(capsys, host_as_gpu):
