@@ -11,6 +11,8 @@ from tilewise.testing import CASES, make_inputs
 from .test_fwd_sm90 import INF, NAN, packed, qkv
 
 SUPPORTED = [c for c in CASES if all("gluon" in BY_NAME[f].bwd for f in c.features)]
+# dK and dV come from the one pass, in its narrow or its wide steps, or from a kernel of their own
+each_way = pytest.mark.parametrize("d", [64, 128, 256])
 
 
 def ordered(inputs):
@@ -20,19 +22,19 @@ def ordered(inputs):
 
 @pytest.mark.parametrize("case", SUPPORTED, ids=lambda c: c.id)
 def test_the_case_table(case, assert_gradients_agree):
-    for sq, sk in ((33, 49), (150, 200)):
-        sized = replace(case, seqlen_q=sq, seqlen_k=sk, head_dim=64)
+    for sq, sk, d in ((33, 49, 128), (150, 200, 64), (150, 200, 256)):
+        sized = replace(case, seqlen_q=sq, seqlen_k=sk, head_dim=d)
         assert_gradients_agree(ordered(make_inputs(sized, torch.float16, "cpu")))
 
 
-@pytest.mark.parametrize("d", [64, 256])
+@each_way
 @pytest.mark.parametrize("lengths", [(1, 1), (64, 128), (130, 200), (200, 330)])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_lengths(causal, lengths, d, assert_gradients_agree):
     assert_gradients_agree(ordered(qkv(*lengths, d=d)) | {"causal": causal})
 
 
-@pytest.mark.parametrize("d", [64, 256])
+@each_way
 @pytest.mark.parametrize(
     "window", [(40, 0), (100, 30), (0, 0), (-1, 37), (200, -1), (0, 200), (700, -1), (-1, 64)]
 )
@@ -79,7 +81,7 @@ def test_what_changes_scores(causal, options, assert_gradients_agree):
     assert_gradients_agree(qkv(140, 170, d=256) | {"causal": causal} | options)
 
 
-@pytest.mark.parametrize("d", [64, 256])
+@each_way
 @pytest.mark.parametrize(
     "options",
     [{}, {"causal": True}, {"window_size": (40, 10)}, {"dropout_p": 0.3, "seed": 9}],
@@ -92,9 +94,10 @@ def test_packed_sequences(options, d, assert_gradients_agree):
     assert (got.dq[360:] == 0).all() and (got.dk[420:] == 0).all() and (got.dv[420:] == 0).all()
 
 
+@each_way
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_used_rows(causal, assert_gradients_agree):
-    inputs = packed([0, 200, 330, 400], [0, 200, 330, 400], d=64) | {
+def test_used_rows(causal, d, assert_gradients_agree):
+    inputs = packed([0, 200, 330, 400], [0, 200, 330, 400], d=d) | {
         "seqused_q": torch.tensor([65, 0, 70], dtype=torch.int32),
         "seqused_k": torch.tensor([130, 5, 0], dtype=torch.int32),
         "causal": causal,
@@ -102,9 +105,10 @@ def test_used_rows(causal, assert_gradients_agree):
     assert_gradients_agree(ordered(inputs))
 
 
+@each_way
 @pytest.mark.parametrize("lengths", [(300, 120), (100, 330)])
-def test_rows_without_keys_and_keys_without_rows(lengths, assert_gradients_agree):
-    assert_gradients_agree(ordered(qkv(*lengths)) | {"window_size": (30, 20)})
+def test_rows_without_keys_and_keys_without_rows(lengths, d, assert_gradients_agree):
+    assert_gradients_agree(ordered(qkv(*lengths, d=d)) | {"window_size": (30, 20)})
 
 
 @pytest.mark.parametrize("factor", [30.0, 300.0])
@@ -115,12 +119,13 @@ def test_large_logits(factor, assert_gradients_agree):
     assert_gradients_agree(inputs | {"causal": True})
 
 
+@each_way
 @pytest.mark.parametrize("garbage", [NAN, INF])
 @pytest.mark.parametrize("more", [{}, {"softcap": 20.0}], ids=str)
 @pytest.mark.parametrize("sink", [False, True], ids=["", "sink"])
-def test_rows_that_see_nothing_may_hold_anything(sink, more, garbage, assert_gradients_agree):
+def test_rows_that_see_nothing_may_hold_anything(sink, more, garbage, d, assert_gradients_agree):
     """Rows 0 to 159 see no key, but with a sink have a finite lse."""
-    inputs = ordered(qkv(300, 140)) | {"causal": True} | more
+    inputs = ordered(qkv(300, 140, d=d)) | {"causal": True} | more
     if sink:
         inputs["sink"] = torch.linspace(-0.5, 0.5, inputs["q"].shape[2])
     clean = assert_gradients_agree(inputs)
@@ -133,11 +138,14 @@ def test_rows_that_see_nothing_may_hold_anything(sink, more, garbage, assert_gra
         assert torch.equal(getattr(dirty, name), getattr(clean, name)), name
 
 
+@each_way
 @pytest.mark.parametrize("softcap", [0.0, 20.0])
 @pytest.mark.parametrize("garbage", [NAN, INF])
 @pytest.mark.parametrize("which", ["k", "v"])
-def test_keys_that_nothing_sees_may_hold_anything(which, garbage, softcap, assert_gradients_agree):
-    inputs = packed([0, 100, 230], [0, 140, 400], slack=40, d=64) | {
+def test_keys_that_nothing_sees_may_hold_anything(
+    which, garbage, softcap, d, assert_gradients_agree
+):
+    inputs = packed([0, 100, 230], [0, 140, 400], slack=40, d=d) | {
         "seqused_k": torch.tensor([77, 131], dtype=torch.int32),
         "window_size": (50, 20),
         "softcap": softcap,
@@ -160,9 +168,10 @@ def test_strides_that_tma_cannot_read(assert_gradients_agree):
     assert_gradients_agree(ordered(inputs))
 
 
+@each_way
 @pytest.mark.parametrize("only", ["dq", "dk", "dv"])
-def test_only_what_is_wanted(only, assert_gradients_agree):
+def test_only_what_is_wanted(only, d, assert_gradients_agree):
     wanted = {name: name == only for name in ("dq", "dk", "dv")}
-    got = assert_gradients_agree(ordered(qkv(70, 140)), **wanted)
+    got = assert_gradients_agree(ordered(qkv(70, 140, d=d)), **wanted)
     assert getattr(got, only) is not None
     assert (got.dq is None) == (only != "dq") and (got.dk is None) == (only == "dq")

@@ -43,7 +43,7 @@ def test_the_one_pass_backward(call, d, slow, alone, assert_gradients_agree):
     assert_gradients_agree(CALLS[call](d))
 
 
-@pytest.mark.parametrize("d", [64, 256])
+@pytest.mark.parametrize("d", [64, 128, 256])
 @pytest.mark.parametrize("call", CALLS)
 def test_the_two_pass_backward(call, d, slow, assert_gradients_agree):
     assert_gradients_agree(CALLS[call](d) | {"deterministic": True})

@@ -172,12 +172,10 @@ def wide_step(
         dq = dq_of(ds_s, k_s, PLACE[4], bit, zero, CONSUMER, BLOCK_D)
     ds_a = gl.convert_layout(ds, a_layout, assert_trivial=True)
     dk = warpgroup_mma(ds_a, q, dk, is_async=True)
-    # retires dV, whose operand P is in registers, before the next product is issued
     if DQ:
         async_add(TENSORS[6], [dq_row, 0], dq_s.index(CONSUMER))
-        dv = warpgroup_mma_wait(3, deps=[dv])
-    else:
-        dv = warpgroup_mma_wait(1, deps=[dv])
+    # retires dV, whose operand P is in registers, before the next product is issued
+    dv = warpgroup_mma_wait(3 if DQ else 1, deps=[dv])
     mbarrier.wait(q_full.index(after), after_parity, pred=left > 1)
     # after the last block: a product of what is left there, which nobody reads
     k = k_s.index(PLACE[4] + CONSUMER + zero).reshape([64, BLOCK_D])
@@ -187,11 +185,11 @@ def wide_step(
     if DQ:
         dk, dq = warpgroup_mma_wait(1, deps=[dk, dq])
         store_wait(0)
-        mbarrier.arrive(empty.index(st), count=1)
-        dq_s.index(CONSUMER).store(in_register_order(dq, BLOCK_D // 2))
     else:
         dk = warpgroup_mma_wait(1, deps=[dk])
-        mbarrier.arrive(empty.index(st), count=1)
+    mbarrier.arrive(empty.index(st), count=1)
+    if DQ:
+        dq_s.index(CONSUMER).store(in_register_order(dq, BLOCK_D // 2))
     return x, dk, dv, after, after_parity, bit ^ 1, dq_next, left - 1
 
 
