@@ -234,16 +234,21 @@ class Launch:
     options: Any
 
 
-@contextmanager
-def no_device(arch: str) -> Iterator[list[Launch]]:
-    """Within, launchers see a GPU of kind ``arch``; what they launch is listed, not compiled."""
+def _target_of(arch: str) -> Any:
     from triton.backends.compiler import GPUTarget
-    from triton.runtime import driver
-    from triton.runtime.jit import JITFunction
 
     amd = arch.startswith("gfx")
     number: Any = arch if amd else int(arch.removeprefix("sm_"))
-    target = GPUTarget("hip" if amd else "cuda", number, arch_of(arch).warp_size)
+    return GPUTarget("hip" if amd else "cuda", number, arch_of(arch).warp_size)
+
+
+@contextmanager
+def no_device(arch: str) -> Iterator[list[Launch]]:
+    """Within, launchers see a GPU of kind ``arch``; what they launch is listed, not compiled."""
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    target = _target_of(arch)
     launches: list[Launch] = []
 
     def catch(self: Any, key: str, signature: Any, device: int, constexprs: Any, options: Any,
@@ -251,7 +256,8 @@ def no_device(arch: str) -> Iterator[list[Launch]]:
         name = self.fn.__name__
         launches.append(Launch(name, key, self, signature, constexprs, attrs, options))
 
-    major, minor = divmod(0 if amd else number, 10)
+    amd = target.backend == "hip"
+    major, minor = divmod(0 if amd else target.arch, 10)
     properties = SimpleNamespace(
         major=major, minor=minor, gcnArchName=arch, multi_processor_count=132, name=arch,
         total_memory=1 << 36, warp_size=target.warp_size, L2_cache_size=50 << 20,
@@ -308,16 +314,18 @@ def launches(case: Case) -> list[Launch]:
 def compiled(launch: Launch, arch: str) -> Any:
     """Triton's compiled kernel of one launch; also leaves it in Triton's cache on disk."""
     import triton
-    from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
     from triton.experimental.gluon._runtime import GluonASTSource
+    from triton.runtime import driver
 
-    amd = arch.startswith("gfx")
-    number: Any = arch if amd else int(arch.removeprefix("sm_"))
     kind = GluonASTSource if launch.fn.is_gluon() else ASTSource
     source = kind(launch.fn, launch.signature, launch.constexprs, launch.attrs)
-    target = GPUTarget("hip" if amd else "cuda", number, arch_of(arch).warp_size)
-    return triton.compile(source, target=target, options=launch.options.__dict__)
+    target = _target_of(arch)
+    driver.set_active(SimpleNamespace(get_current_target=lambda: target))  # kernels ask it
+    try:
+        return triton.compile(source, target=target, options=launch.options.__dict__)
+    finally:
+        driver._active = None
 
 
 def usage(kernel: Any, sass: bool = False) -> dict[str, Any]:

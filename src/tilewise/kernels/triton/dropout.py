@@ -11,6 +11,7 @@ Source: Salmon, Moraes, Dror, Shaw, SC 2011; the layout is ours.
 
 import triton
 import triton.language as tl
+from triton.language.target_info import cuda_capability_geq
 
 
 @triton.jit
@@ -42,18 +43,28 @@ def _words(DROPOUT, c0, c1):
 
 
 @triton.jit
+def _spread(lanes, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """What each draw has for its eight elements, where they are: (BLOCK_M, BLOCK_N)."""
+    # (row block, row, column block, pair of columns, half of rows, half of columns, parity)
+    lanes = lanes.reshape([BLOCK_M // 16, 8, BLOCK_N // 16, 4, 2, 2, 2])
+    return lanes.permute([0, 4, 1, 2, 5, 3, 6]).reshape([BLOCK_M, BLOCK_N])
+
+
+@triton.jit
+def _words_of_tile(DROPOUT, m_start, n_start, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    c0 = (m_start // 2 + tl.arange(0, BLOCK_M // 2))[:, None]
+    c1 = (n_start // 4 + tl.arange(0, BLOCK_N // 4))[None, :]
+    return _words(DROPOUT, c0, c1)
+
+
+@triton.jit
 def kept(DROPOUT, m_start, n_start, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Which elements of the tile at (m_start, n_start), multiples of 16, stay: (BLOCK_M, BLOCK_N).
 
     Each draw serves eight elements.
     """
-    c0 = (m_start // 2 + tl.arange(0, BLOCK_M // 2))[:, None]
-    c1 = (n_start // 4 + tl.arange(0, BLOCK_N // 4))[None, :]
-    words = _words(DROPOUT, c0, c1)
-    lanes = tl.join(words << 16, words)  # each in the upper half of its word
-    # (row block, row, column block, pair of columns, half of rows, half of columns, parity)
-    lanes = lanes.reshape([BLOCK_M // 16, 8, BLOCK_N // 16, 4, 2, 2, 2])
-    lanes = lanes.permute([0, 4, 1, 2, 5, 3, 6]).reshape([BLOCK_M, BLOCK_N])
+    words = _words_of_tile(DROPOUT, m_start, n_start, BLOCK_M, BLOCK_N)
+    lanes = _spread(tl.join(words << 16, words), BLOCK_M, BLOCK_N)  # in the upper half of 32 bits
     return lanes >= (tl.cast(DROPOUT[1], tl.uint32) << 16)
 
 
@@ -78,3 +89,45 @@ def drop(p, keep):
     """p where keep, else 0: as a product, since the compiler would take a selection behind the
     rounding to half precision, and round and select elements one by one instead of in pairs."""
     return p * tl.where(keep, 1.0, 0.0)
+
+
+@triton.constexpr_function
+def _pairwise(one):
+    # of two lanes at once: min(max(lane, a) + b, 1) is 1 or 0, that times 1.0 a factor of p
+    return (
+        "{ .reg .b32 keep, ones; mov.b32 ones, 0x10001; max.u16x2 keep, $2, $3; "
+        f"add.u16x2 keep, keep, $5; min.u16x2 keep, keep, ones; mul.lo.u32 keep, keep, {one:#x}; "
+    )
+
+
+@triton.jit
+def drop_pairs(p, lanes, DROPOUT):
+    """p, in half precision, 0 where its lane, of 16 bits, is below the threshold.
+
+    Five instructions for two neighbours, or four where the addition and the minimum are one. For a
+    Hopper GPU or a later one.
+    """
+    t = DROPOUT[1].to(tl.int32)
+    # lane >= t is max(lane, t - 1) - (t - 1) >= 1, and beside a threshold of 0 max(lane, 1) >= 1
+    a = tl.abs(t - 1)
+    b = tl.minimum(1 - t, 0)
+    a, b = a * 0x10001, (b & 0xFFFF) * 0x10001
+    HALF: tl.constexpr = p.dtype == tl.float16
+    return tl.inline_asm_elementwise(
+        _pairwise(0x3C00 if HALF else 0x3F80)
+        + ("mul.f16x2 $0, $1, keep; }" if HALF else "mul.bf16x2 $0, $1, keep; }"),
+        "=r,r,r,r,r,r,r", [p, lanes, a, b], dtype=p.dtype, is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@triton.jit
+def dropped(
+    p, DROPOUT, m_start, n_start, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, dtype: tl.constexpr
+):
+    """The tile p at (m_start, n_start), multiples of 16, in ``dtype``, 0 where dropped."""
+    if dtype != tl.float32 and cuda_capability_geq(9, 0):
+        words = _words_of_tile(DROPOUT, m_start, n_start, BLOCK_M, BLOCK_N)
+        lanes = tl.join(words.to(tl.uint16), (words >> 16).to(tl.uint16))
+        return drop_pairs(p.to(dtype), _spread(lanes, BLOCK_M, BLOCK_N), DROPOUT)
+    else:
+        return drop(p, kept(DROPOUT, m_start, n_start, BLOCK_M, BLOCK_N)).to(dtype)

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .dropout import drop, kept
+from .dropout import dropped
 from .score import bias_of, hides_keys, scores, slope_of, to_lse
 from .scratch import load_flat, load_scratch, scratch_of, scratch_row, store_scratch, tile_of
 from .softmax import initial_state, online_softmax
@@ -67,7 +67,7 @@ def _visit_rows(
         GUARD: tl.constexpr = MASKED or SCORE[3] is not None or SCORE[4] is not None
         p, alpha, m_new, l_new = online_softmax(s, m_i, l_i, SCORE, GUARD)  # 12, 13
         if DROPOUT[0] is not None:
-            p = drop(p, kept(DROPOUT, m_start, n_start, BLOCK_M, BLOCK_N))  # 14
+            p = dropped(p, DROPOUT, m_start, n_start, BLOCK_M, BLOCK_N, v.dtype)  # 14
         # an O of 0 and an l of 0, in rows without keys, stay so
         inverse = 1.0 / tl.where(l_new == 0.0, 1.0, l_new)
         v_i = v

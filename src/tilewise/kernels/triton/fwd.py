@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .dropout import drop, kept
+from .dropout import dropped
 from .score import bias_of, hides_keys, scores, slope_of, to_lse
 from .softmax import initial_state, online_softmax
 from .tiles import (
@@ -59,7 +59,7 @@ def _attend(
         GUARD: tl.constexpr = MASKED or SCORE[3] is not None or SCORE[4] is not None
         p, alpha, m_i, l_i = online_softmax(s, m_i, l_i, SCORE, GUARD)
         if DROPOUT[0] is not None:
-            p = drop(p, kept(DROPOUT, m_start, n_start, BLOCK_M, BLOCK_N))
+            p = dropped(p, DROPOUT, m_start, n_start, BLOCK_M, BLOCK_N, q.dtype)
         acc_o = acc_o * alpha[:, None]
         v = load_rows(V, n_start, n_first, n_stop, BLOCK_N, HEAD_DIM_V, BLOCK_DV, USE_TMA, CHECK)
         if SCORE[3] is not None or SCORE[4] is not None:
