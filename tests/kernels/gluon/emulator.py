@@ -404,7 +404,7 @@ def _language(program: int, programs: int, lock: Any) -> SimpleNamespace:
         reshape=lambda x, shape: x.reshape(shape),
         permute=lambda x, order: x.permute(order),
         split=lambda x: (x[..., 0], x[..., 1]),
-        join=lambda a, b: tile(torch.stack([a, b], -1)),
+        join=lambda a, b: torch.stack([a, b], -1).as_subclass(type(a)),
         convert_layout=lambda x, layout, assert_trivial=False: x,
         load=_load,
         store=_store,
@@ -449,6 +449,13 @@ def _philox(DROPOUT: Any, c0: Any, c1: Any) -> Any:
     return [w.as_subclass(Word) for w in words]
 
 
+def _factors(p: Any, words: Any, DROPOUT: Any) -> Tile:
+    """Of two neighbours, who have one word, the first has its lower lane."""
+    columns = torch.arange(p.shape[-1])
+    lanes = torch.where(columns % 2 == 0, words & 0xFFFF, words >> 16)
+    return tile((torch.as_tensor(lanes) >= int(DROPOUT[1])).to(p.dtype))
+
+
 _adding = threading.Lock()
 
 
@@ -460,6 +467,8 @@ def _add(part: torch.Tensor, x: torch.Tensor) -> None:
 # What is asm, or words of 32 bits, in a kernel, by the name of its function.
 _ASM = {
     "philox": _philox,
+    "factors": _factors,
+    "times": lambda p, factor: tile(p * factor),
     "exp2": _exp2,
     "exp2_subnormal": lambda x: tile(torch.exp2(x)),
     "log2": lambda x: tile(torch.log2(x)),

@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..triton import score, tiles
 from .barriers import retire
-from .dropout import drop_tile
+from .dropout import kept
 from .gradient import place_of_row, statistics_place
 from .ptx import block_boundary, exp2, opaque_zero
 from .rows import clear_slack, load_seen, store_tile
@@ -196,7 +196,7 @@ def _step(
     dp = warpgroup_mma_wait(0, deps=[dp])
     mbarrier.arrive(empty, count=1)
     if DROPOUT[0] is not None:
-        dp = drop_tile(dp, DROPOUT, m_start, n_start) * keep_scale
+        dp *= gl.where(kept(dp, DROPOUT, m_start, n_start), keep_scale, 0.0)
     ds = (p * (dp + minus_delta[:, None])).to(dtype)
     ds = gl.convert_layout(ds, a_layout, assert_trivial=True)
     k = BUFFERS[2].index(st).reshape([KEYS, BLOCK_D])

@@ -109,8 +109,7 @@ def _kept(p, DROPOUT):
 def _ds(p, dp, dcap, delta, DROPOUT, keep_scale, layout: gl.constexpr):
     """dS^T = P^T (dP^T - delta), times the factor of softcap."""
     if DROPOUT[0] is not None:
-        dp = gl.where(p > 0.0, dp * keep_scale, 0.0)
-        dp += statistics(delta, ROWS, layout)
+        dp = dp * gl.where(p > 0.0, keep_scale, 0.0) + statistics(delta, ROWS, layout)
         p = gl.abs(p)
     return p * dp * dcap
 

@@ -6,32 +6,27 @@ from triton.experimental.gluon import language as gl
 from ..triton import dropout as triton_dropout
 from .twins import twin
 
-drop = twin(triton_dropout.drop)
+factors = twin(triton_dropout.factors)
+times = twin(triton_dropout.times)
 philox = twin(triton_dropout.philox)
 
 
 @gluon.jit
-def drop_tile(p, DROPOUT, m_start, n_start):
-    """p, (64, BLOCK_N), with 0 where dropped; p begins at (m_start, n_start), multiples of 16.
+def _words(p, DROPOUT, m_start, n_start, SHIFTED: gl.constexpr):
+    """The word in which an element of p, (64, BLOCK_N), has its lane; p begins at (m_start,
+    n_start), multiples of 16. Of two neighbours the first has the lower lane, which lies in the
+    upper half too if ``SHIFTED``.
 
     A draw serves the eight elements of a thread in a block of 16 x 16: two rows, two halves of the
-    columns, two neighbours. p is taken apart into these eight, and put together again.
+    columns, two neighbours.
     """
     layout: gl.constexpr = p.type.layout
     ROWS: gl.constexpr = p.shape[0] // 16
     COLUMNS: gl.constexpr = p.shape[1] // 16
-    # row block, half, row; column block, half, pair, parity
-    parts = gl.reshape(p, [ROWS, 2, 8, COLUMNS, 2, 4, 2])
-    parts = gl.permute(parts, [0, 2, 3, 5, 1, 4, 6])
-    even, odd = gl.split(parts)
-    even0, even1 = gl.split(even)
-    odd0, odd1 = gl.split(odd)
-    even00, even10 = gl.split(even0)  # half of rows, half of columns
-    even01, even11 = gl.split(even1)
-    odd00, odd10 = gl.split(odd0)
-    odd01, odd11 = gl.split(odd1)
-
-    whole: gl.constexpr = even00.type.layout
+    # row block, half, row; column block, half, pair, parity: how p lies, of which one element
+    # stands for a draw's eight
+    parts = gl.permute(gl.reshape(p, [ROWS, 2, 8, COLUMNS, 2, 4, 2]), [0, 2, 3, 5, 1, 4, 6])
+    whole: gl.constexpr = gl.split(gl.split(gl.split(parts)[0])[0])[0].type.layout
     of_012: gl.constexpr = gl.SliceLayout(3, whole)
     of_01: gl.constexpr = gl.SliceLayout(2, of_012)
     of_23: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, whole))
@@ -44,17 +39,23 @@ def drop_tile(p, DROPOUT, m_start, n_start):
     w00, w01, w10, w11 = philox(
         DROPOUT, c0[:, :, None][:, :, :, None], c1[None, :, :][None, :, :, :]
     )
+    words = gl.join(gl.join(w00, w10), gl.join(w01, w11))  # half of rows, half of columns
+    words = gl.join(words << 16 if SHIFTED else words, words)
+    words = gl.reshape(gl.permute(words, [0, 5, 1, 2, 4, 3, 6]), p.shape)
+    return gl.convert_layout(words, layout, assert_trivial=True)
 
+
+@gluon.jit
+def kept(p, DROPOUT, m_start, n_start):
+    """Which elements of p, (64, BLOCK_N), at (m_start, n_start), multiples of 16, stay."""
     t = gl.cast(DROPOUT[1], gl.uint32) << 16
-    even00, odd00 = drop(even00, (w00 << 16) >= t), drop(odd00, w00 >= t)
-    even01, odd01 = drop(even01, (w01 << 16) >= t), drop(odd01, w01 >= t)
-    even10, odd10 = drop(even10, (w10 << 16) >= t), drop(odd10, w10 >= t)
-    even11, odd11 = drop(even11, (w11 << 16) >= t), drop(odd11, w11 >= t)
+    return _words(p, DROPOUT, m_start, n_start, True) >= t
 
-    even = gl.join(gl.join(even00, even10), gl.join(even01, even11))
-    odd = gl.join(gl.join(odd00, odd10), gl.join(odd01, odd11))
-    parts = gl.permute(gl.join(even, odd), [0, 4, 1, 2, 5, 3, 6])
-    return gl.convert_layout(gl.reshape(parts, p.shape), layout, assert_trivial=True)
+
+@gluon.jit
+def keep_factors(p, DROPOUT, m_start, n_start):
+    """1 where kept, else 0, for p in half precision, which ``times`` multiplies."""
+    return factors(p, _words(p, DROPOUT, m_start, n_start, False), DROPOUT)
 
 
 @gluon.jit

@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..triton import score, tiles
 from .barriers import retire
-from .dropout import drop_tile
+from .dropout import keep_factors, times
 from .ptx import block_boundary, exp2, rescale
 from .rows import clear_slack, load_seen
 from .schedule import announce, step_tile, told
@@ -260,12 +260,15 @@ def _step(
         s, m_i, l_i, wild, SCORE, MASK[0], BLOCK_N, _register("large", CONSUMER), dtype,
         BLOCK_D > 64 and dtype != gl.float16,
     )  # fmt: skip
+    p = p32.to(dtype)
     if DROPOUT[0] is not None:
-        p32 = drop_tile(p32, DROPOUT, m_start, n_start)
+        keep = keep_factors(p, DROPOUT, m_start, n_start)
     block_boundary(MASK[0])
     o = warpgroup_mma_wait(0, deps=[o])
     mbarrier.arrive(v_empty.index(before), count=1)
-    p = gl.convert_layout(p32.to(dtype), p_layout, assert_trivial=True)
+    if DROPOUT[0] is not None:
+        p = times(p, keep)
+    p = gl.convert_layout(p, p_layout, assert_trivial=True)
     return p, o, alpha, m_i, l_i
 
 
@@ -341,12 +344,13 @@ def _consume(
         if (n_start < n1) | (n_start >= n2):
             s = _hide(s, m_start, n_start, MASK)
         p32, m_i, l_i = first_softmax(s, SCORE, BLOCK_N, rows, dtype)
+        p = p32.to(dtype)
         if seed is not None:
-            p32 = drop_tile(p32, DROPOUT, m_start, n_start)
+            p = times(p, keep_factors(p, DROPOUT, m_start, n_start))
         wild = 0  # narrow heads pay 1 % for the branch, and gain nothing
         if BLOCK_D >= 128:
             wild = is_wild(m_i, l_i, MASK[0], _register("wild", CONSUMER))
-        p = gl.convert_layout(p32.to(dtype), p_layout, assert_trivial=True)
+        p = gl.convert_layout(p, p_layout, assert_trivial=True)
         o = gl.full([64, BLOCK_DV], 0.0, gl.float32, o_layout)
         alpha = gl.full([64], 1.0, gl.float32, rows)
         it += 1

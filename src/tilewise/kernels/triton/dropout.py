@@ -43,11 +43,11 @@ def _words(DROPOUT, c0, c1):
 
 
 @triton.jit
-def _spread(lanes, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def _spread(x, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """What each draw has for its eight elements, where they are: (BLOCK_M, BLOCK_N)."""
     # (row block, row, column block, pair of columns, half of rows, half of columns, parity)
-    lanes = lanes.reshape([BLOCK_M // 16, 8, BLOCK_N // 16, 4, 2, 2, 2])
-    return lanes.permute([0, 4, 1, 2, 5, 3, 6]).reshape([BLOCK_M, BLOCK_N])
+    x = x.reshape([BLOCK_M // 16, 8, BLOCK_N // 16, 4, 2, 2, 2])
+    return x.permute([0, 4, 1, 2, 5, 3, 6]).reshape([BLOCK_M, BLOCK_N])
 
 
 @triton.jit
@@ -91,32 +91,40 @@ def drop(p, keep):
     return p * tl.where(keep, 1.0, 0.0)
 
 
-@triton.constexpr_function
-def _pairwise(one):
-    # of two lanes at once: min(max(lane, a) + b, 1) is 1 or 0, that times 1.0 a factor of p
-    return (
-        "{ .reg .b32 keep, ones; mov.b32 ones, 0x10001; max.u16x2 keep, $2, $3; "
-        f"add.u16x2 keep, keep, $5; min.u16x2 keep, keep, ones; mul.lo.u32 keep, keep, {one:#x}; "
-    )
+# Of two lanes at once: min(max(lane, a) + b, 1) is 1 or 0; that times the bits of 1.0 is a factor.
+_FACTORS = (
+    "{ .reg .b32 keep, one; mov.b32 one, 0x10001; max.u16x2 keep, $1, $3; add.u16x2 keep, keep, $5; "
+    "min.u16x2 keep, keep, one; mul.lo.u32 $0, keep, "
+)
+_FACTORS_F16: tl.constexpr = tl.constexpr(_FACTORS + "0x3C00; }")
+_FACTORS_BF16: tl.constexpr = tl.constexpr(_FACTORS + "0x3F80; }")
 
 
 @triton.jit
-def drop_pairs(p, lanes, DROPOUT):
-    """p, in half precision, 0 where its lane, of 16 bits, is below the threshold.
+def factors(p, words, DROPOUT):
+    """1 where kept, else 0, in the half precision of p, from the words in which pairs of neighbours have their
+    lanes, each pair one word twice.
 
-    Five instructions for two neighbours, or four where the addition and the minimum are one. For a
-    Hopper GPU or a later one.
+    Four instructions a pair, or three where an addition and a minimum are one. For a Hopper GPU or
+    a later one, as ``times``.
     """
     t = DROPOUT[1].to(tl.int32)
     # lane >= t is max(lane, t - 1) - (t - 1) >= 1, and beside a threshold of 0 max(lane, 1) >= 1
     a = tl.abs(t - 1)
     b = tl.minimum(1 - t, 0)
     a, b = a * 0x10001, (b & 0xFFFF) * 0x10001
-    HALF: tl.constexpr = p.dtype == tl.float16
     return tl.inline_asm_elementwise(
-        _pairwise(0x3C00 if HALF else 0x3F80)
-        + ("mul.f16x2 $0, $1, keep; }" if HALF else "mul.bf16x2 $0, $1, keep; }"),
-        "=r,r,r,r,r,r,r", [p, lanes, a, b], dtype=p.dtype, is_pure=True, pack=2,
+        _FACTORS_F16 if p.dtype == tl.float16 else _FACTORS_BF16,
+        "=r,r,r,r,r,r,r", [words, a, b], dtype=p.dtype, is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@triton.jit
+def times(p, factor):
+    """p * factor in half precision, two at a time."""
+    return tl.inline_asm_elementwise(
+        "mul.f16x2 $0, $1, $2;" if p.dtype == tl.float16 else "mul.bf16x2 $0, $1, $2;",
+        "=r,r,r", [p, factor], dtype=p.dtype, is_pure=True, pack=2,
     )  # fmt: skip
 
 
@@ -127,7 +135,8 @@ def dropped(
     """The tile p at (m_start, n_start), multiples of 16, in ``dtype``, 0 where dropped."""
     if dtype != tl.float32 and cuda_capability_geq(9, 0):
         words = _words_of_tile(DROPOUT, m_start, n_start, BLOCK_M, BLOCK_N)
-        lanes = tl.join(words.to(tl.uint16), (words >> 16).to(tl.uint16))
-        return drop_pairs(p.to(dtype), _spread(lanes, BLOCK_M, BLOCK_N), DROPOUT)
+        words = _spread(tl.join(words, words), BLOCK_M, BLOCK_N)
+        p = p.to(dtype)
+        return times(p, factors(p, words, DROPOUT))
     else:
         return drop(p, kept(DROPOUT, m_start, n_start, BLOCK_M, BLOCK_N)).to(dtype)
