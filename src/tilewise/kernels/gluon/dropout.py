@@ -41,7 +41,7 @@ def _words(p, DROPOUT, m_start, n_start, SHIFTED: gl.constexpr):
     )
     words = gl.join(gl.join(w00, w10), gl.join(w01, w11))  # half of rows, half of columns
     words = gl.join(words << 16 if SHIFTED else words, words)
-    words = gl.reshape(gl.permute(words, [0, 5, 1, 2, 4, 3, 6]), p.shape)
+    words = gl.reshape(gl.permute(words, [0, 4, 1, 2, 5, 3, 6]), p.shape)
     return gl.convert_layout(words, layout, assert_trivial=True)
 
 
