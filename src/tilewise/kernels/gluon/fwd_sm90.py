@@ -36,7 +36,8 @@ to_lse = twin(score.to_lse)
 # SIZES    (batch, nheads, group, seqlen_q, seqlen_k, total_q, total_k, num_m_blocks, section,
 #           window_left, window_right, sectioned)
 # PACKED   (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
-# TILE     (CONSUMERS, BLOCK_N, BLOCK_D, BLOCK_DV, STAGES, SHARED_OUT, ONE_MASKED)
+# TILE     (CONSUMERS, BLOCK_N, BLOCK_D, BLOCK_DV, STAGES, SHARED_OUT, ONE_MASKED, PAIRED); PAIRED
+#          says that K and V of a block share their mbarriers, v_full being k_full and k_empty v_empty
 
 
 @gluon.jit
@@ -195,12 +196,14 @@ def _produce(GIVEN, counter, num_tiles, TILE: gl.constexpr):
 
 
 @gluon.jit
-def _hand_back(BARRIERS, it, blocks, STAGES: gl.constexpr):
+def _hand_back(BARRIERS, it, blocks, TILE: gl.constexpr):
     """Passes over ``blocks`` blocks that other rows of the tile see."""
+    STAGES: gl.constexpr = TILE[4]
     for _ in range(0, blocks):
         st, parity = _stage(it, STAGES)
         mbarrier.wait(BARRIERS[2].index(st), parity)
-        mbarrier.arrive(BARRIERS[3].index(st), count=1)
+        if not TILE[7]:
+            mbarrier.arrive(BARRIERS[3].index(st), count=1)
         mbarrier.wait(BARRIERS[4].index(st), parity)
         mbarrier.arrive(BARRIERS[5].index(st), count=1)
         it += 1
@@ -232,6 +235,7 @@ def _step(
     BLOCK_D: gl.constexpr = TILE[2]
     BLOCK_DV: gl.constexpr = TILE[3]
     STAGES: gl.constexpr = TILE[4]
+    PAIRED: gl.constexpr = TILE[7]
     k_full, k_empty, v_full, v_empty = BARRIERS[2], BARRIERS[3], BARRIERS[4], BARRIERS[5]
     dtype: gl.constexpr = q.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -242,7 +246,8 @@ def _step(
     k = BUFFERS[1].index(st).reshape([BLOCK_N, BLOCK_D])  # waited for in the step before
     zero = gl.full([64, BLOCK_N], 0.0, gl.float32, s_layout)
     x = warpgroup_mma(q, k.permute([1, 0]), zero, use_acc=False, is_async=True)
-    mbarrier.wait(v_full.index(before), before_parity)
+    if not PAIRED:
+        mbarrier.wait(v_full.index(before), before_parity)
     o = rescale(
         o, gl.convert_layout(alpha, gl.SliceLayout(1, o_layout), assert_trivial=True), BLOCK_DV
     )
@@ -251,7 +256,8 @@ def _step(
     after, after_parity = _stage(it + 1, STAGES)
     mbarrier.wait(k_full.index(after), after_parity, pred=more)
     x = warpgroup_mma_wait(1, deps=[x])
-    mbarrier.arrive(k_empty.index(st), count=1)
+    if not PAIRED:
+        mbarrier.arrive(k_empty.index(st), count=1)
     s, _ = scores(x, m_start, n_start, SCORE, MASK, False, APPROX_TANH)
     if MAY_CUT:
         if cut:
@@ -291,6 +297,7 @@ def _consume(
     STAGES: gl.constexpr = TILE[4]
     SHARED_OUT: gl.constexpr = TILE[5]
     ONE_MASKED: gl.constexpr = TILE[6]
+    PAIRED: gl.constexpr = TILE[7]
     q_full, q_empty, k_full, k_empty = BARRIERS[0], BARRIERS[1], BARRIERS[2], BARRIERS[3]
     v_full, v_empty = BARRIERS[4], BARRIERS[5]
     dtype: gl.constexpr = TENSORS[0].dtype
@@ -328,7 +335,7 @@ def _consume(
         if (n3 <= n0) | (m_start >= used_q):  # no row sees a key: one block, hidden or not stored
             n0 = tile_n0
             n1, n2, n3 = n0, n0, n0 + BLOCK_N
-        it = _hand_back(BARRIERS, it, (tile_n3 - n3) // BLOCK_N, STAGES)
+        it = _hand_back(BARRIERS, it, (tile_n3 - n3) // BLOCK_N, TILE)
 
         # the last block, masked or not; O is still 0
         mbarrier.wait(q_full.index(CONSUMER), turn & 1)
@@ -338,7 +345,8 @@ def _consume(
         zero = gl.full([64, BLOCK_N], 0.0, gl.float32, s_layout)
         x = warpgroup_mma(q, k.permute([1, 0]), zero, use_acc=False, is_async=True)
         x = warpgroup_mma_wait(0, deps=[x])
-        mbarrier.arrive(k_empty.index(st), count=1)
+        if not PAIRED:
+            mbarrier.arrive(k_empty.index(st), count=1)
         n_start = n3 - BLOCK_N
         s, _ = scores(x, m_start, n_start, SCORE, MASK, False, APPROX_TANH)
         if (n_start < n1) | (n_start >= n2):
@@ -369,7 +377,8 @@ def _consume(
         if not SHARED_OUT:
             mbarrier.arrive(q_empty.index(CONSUMER), count=1)
         st, parity = _stage(it - 1, STAGES)
-        mbarrier.wait(v_full.index(st), parity)
+        if not PAIRED:
+            mbarrier.wait(v_full.index(st), parity)
         o = o * gl.convert_layout(alpha, o_rows, assert_trivial=True)[:, None]
         v = BUFFERS[2].index(st).reshape([BLOCK_N, BLOCK_DV])
         o = warpgroup_mma(p, v, o, is_async=True)
@@ -408,7 +417,7 @@ def _consume(
         if SHARED_OUT:
             store_wait(0)
             mbarrier.arrive(q_empty.index(CONSUMER), count=1)
-        it = _hand_back(BARRIERS, it, (n0 - tile_n0) // BLOCK_N, STAGES)
+        it = _hand_back(BARRIERS, it, (n0 - tile_n0) // BLOCK_N, TILE)
         turn += 1
         tile = told(BUFFERS[4], BARRIERS[7], BARRIERS[8], turn)
     store_wait(0)
@@ -499,8 +508,10 @@ def flash_fwd_sm90_kernel(
     Source: Shah, Bikshandi, Zhang, Thakkar, Ramani, Dao 2024, "FlashAttention-3", Algorithms 1
         and 2; the late reference is ours, after FlashAttention-4's.
     """
+    # narrow heads' blocks are short, so that every barrier of a block counts
+    PAIRED: gl.constexpr = BLOCK_D <= 64 and BLOCK_DV <= 64
     TILE: gl.constexpr = (
-        CONSUMERS, BLOCK_N, BLOCK_D, BLOCK_DV, STAGES, SHARED_OUT, ONE_MASKED,
+        CONSUMERS, BLOCK_N, BLOCK_D, BLOCK_DV, STAGES, SHARED_OUT, ONE_MASKED, PAIRED,
     )  # fmt: skip
     q_s = gl.allocate_shared_memory(q.dtype, [CONSUMERS, 1, 64, 1, BLOCK_D], q.layout)
     k_s = gl.allocate_shared_memory(q.dtype, [STAGES, 1, BLOCK_N, 1, BLOCK_D], k.layout)
@@ -513,9 +524,12 @@ def flash_fwd_sm90_kernel(
     q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    if PAIRED:
+        k_empty, v_full = v_empty, k_full
+    else:
+        k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+        v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     clear = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     tile_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     tile_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -523,10 +537,11 @@ def flash_fwd_sm90_kernel(
         mbarrier.init(q_full.index(w), count=1)
         mbarrier.init(q_empty.index(w), count=1)
     for st in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(st), count=1)
-        mbarrier.init(k_empty.index(st), count=CONSUMERS)
-        mbarrier.init(v_full.index(st), count=1)
+        mbarrier.init(k_full.index(st), count=2 if PAIRED else 1)
         mbarrier.init(v_empty.index(st), count=CONSUMERS)
+        if not PAIRED:
+            mbarrier.init(k_empty.index(st), count=CONSUMERS)
+            mbarrier.init(v_full.index(st), count=1)
     mbarrier.init(clear, count=1)
     mbarrier.init(tile_full, count=1)
     mbarrier.init(tile_empty, count=CONSUMERS)
@@ -571,4 +586,6 @@ def flash_fwd_sm90_kernel(
             [4, 4, 1],
             [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
         )
-    retire(BARRIERS)
+    retire((q_full, q_empty, k_full, v_empty, clear, tile_full, tile_empty))
+    if not PAIRED:
+        retire((k_empty, v_full))
