@@ -456,6 +456,16 @@ def _factors(p: Any, words: Any, DROPOUT: Any) -> Tile:
     return tile((torch.as_tensor(lanes) >= int(DROPOUT[1])).to(p.dtype))
 
 
+def _exchange(w00: Any, w01: Any, w10: Any, w11: Any, odd: Any) -> Any:
+    """Words of (key blocks, 8 keys, ...): a pair of keys has one of each row of a pair."""
+    lanes = []
+    for words in (w00, w01, w10, w11):
+        first, second = words.unflatten(1, (4, 2)).unbind(2)
+        of = [(first >> n & 0xFFFF) | (second >> n & 0xFFFF) << 16 for n in (0, 16)]
+        lanes.append(torch.stack(of, 2).flatten(1, 2).as_subclass(Word))
+    return lanes
+
+
 _adding = threading.Lock()
 
 
@@ -469,6 +479,8 @@ _ASM = {
     "philox": _philox,
     "factors": _factors,
     "times": lambda p, factor: tile(p * factor),
+    "turns": lambda factor: tile(factor * 2 - 1),
+    "_exchange": _exchange,
     "exp2": _exp2,
     "exp2_subnormal": lambda x: tile(torch.exp2(x)),
     "log2": lambda x: tile(torch.log2(x)),

@@ -36,6 +36,12 @@ def takes(p: AttentionProblem) -> bool:
     )
 
 
+def grad_scale(p: AttentionProblem) -> float:
+    """What dQ and dK are multiplied by in the end. dropout's scale is part of it: the kernels make
+    dS with a mask of 0 and 1 and a delta times 1 - dropout_p, which saves a product an element."""
+    return abs(p.softmax_scale) / (1.0 - p.dropout_p)
+
+
 BACKWARD = (*NAMES, "dq_sum", "counter")
 TILES_OF_SECTION = 1.5  # for each program at least, or the longest tile ends long after the rest
 
@@ -57,7 +63,7 @@ def backward(
 
     def make(call: Call) -> list[Launch]:
         return [
-            *preprocess(p, call, for_wgmma=True, block_d=block_d),
+            *preprocess(p, call, 1.0 - p.dropout_p, for_wgmma=True, block_d=block_d),
             one_pass(p, call),
             _convert(p, call, block_d),
         ]
@@ -126,7 +132,7 @@ def one_pass(p: AttentionProblem, call: Call) -> Launch:
         "num_n_blocks": num_n_blocks,
         "num_tiles": num_tiles,
         "section": _section(p, num_n_blocks, programs, group_bytes),
-        "grad_scale": abs(p.softmax_scale),
+        "grad_scale": grad_scale(p),
         "BLOCK_D": block_d,
         "STAGES": 3 if block_d == 64 or not with_dq else 2,
         "BY_MBARRIER": p.mask.window_right is not None,
@@ -163,7 +169,7 @@ def _convert(p: AttentionProblem, call: Call, block_d: int) -> Launch:
         "seqlen_q": p.seqlen_q,
         "total_q": t.q.shape[0] if p.layout == VARLEN else 0,
         "num_m_blocks": num_m_blocks,
-        "grad_scale": abs(p.softmax_scale),
+        "grad_scale": grad_scale(p),
         "HEAD_DIM": p.head_dim,
         "BLOCK_M": BLOCK_M,
         "BLOCK_D": block_d,

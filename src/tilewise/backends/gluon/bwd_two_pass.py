@@ -18,7 +18,7 @@ from ..triton.bwd import NAMES, preprocess, room_like, statistics
 from ..triton.launch import Call, Launch, Of, Plan
 from ..triton.operands import operand_gradients
 from . import counters
-from .bwd import one_pass
+from .bwd import grad_scale, one_pass
 from .fwd import unfit_for_tma, widths
 
 KEYS: int = _KEYS.value
@@ -48,7 +48,7 @@ def backward(
     together = p.head_dim == p.head_dim_v <= 128
 
     def make(call: Call) -> list[Launch]:
-        plan = preprocess(p, call, for_wgmma=True)
+        plan = preprocess(p, call, 1.0 - p.dropout_p, for_wgmma=True)
         if want_dkdv:
             plan.append(one_pass(p, call) if together else _dkdv(p, call))
         if wanted.dq:
@@ -97,7 +97,7 @@ def _how(p: AttentionProblem, t: AttentionTensors) -> dict[str, Any]:
     block_d, block_dv = widths(p)
     return {
         **launch.shared_arguments(p, t),
-        "grad_scale": abs(p.softmax_scale),
+        "grad_scale": grad_scale(p),
         "BLOCK_D": block_d,
         "BLOCK_DV": block_dv,
         "CONSUMER_REGISTERS": 240,

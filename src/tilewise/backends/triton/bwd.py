@@ -95,7 +95,11 @@ def statistics(p: AttentionProblem, q: Tensor) -> tuple[Callable[[], Tensor], Ca
 
 
 def preprocess(
-    p: AttentionProblem, call: Call, for_wgmma: bool = False, block_d: int = 0
+    p: AttentionProblem,
+    call: Call,
+    delta_scale: float = 1.0,
+    for_wgmma: bool = False,
+    block_d: int = 0,
 ) -> list[Launch]:
     """Writes the statistics; with ``block_d``, also zeros for dq_sum, in rows of so many."""
     t, out, dout = launch.tensors_of(call), call["out"], call["dout"]
@@ -120,6 +124,7 @@ def preprocess(
         "seqlen_q": p.seqlen_q,
         "total_q": t.q.shape[0] if p.layout == VARLEN else 0,
         "num_m_blocks": num_m_blocks,
+        "delta_scale": delta_scale,
         "HEAD_DIM_V": p.head_dim_v,
         "BLOCK_DV": launch.power_of_two(p.head_dim_v),
         "NATURAL": launch.natural(p),

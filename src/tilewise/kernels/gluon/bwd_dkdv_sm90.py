@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..triton import score, tiles
 from .barriers import retire
-from .dropout import sign_transposed
+from .dropout import keep_factors_transposed, times, turns
 from .gradient import block_of_keys, statistics, statistics_place
 from .ptx import bar_sync, exp2, opaque_zero
 from .rows import clear_slack, load_seen, load_with_statistic, store_tile
@@ -134,17 +134,19 @@ def _values_step(
     if cut:
         s = hide(s, i[None, :], j[:, None], MASK)
     p = exp2(to_m(s, SCORE) - lse)
-    signed = p
+    pz = p.to(dtype)
+    g = (p * dcap).to(dtype)
     if DROPOUT[0] is not None:
-        signed = sign_transposed(p, DROPOUT, m_start, n_start)
-        p += signed  # twice what is kept, and 0
-    # what dS needs: P, of whose sign it has no use, times the softcap's derivative
-    BUFFERS[6].index(st).store((signed * dcap).to(dtype))
+        z = keep_factors_transposed(pz, DROPOUT, m_start, n_start)
+        pz = times(pz, z)
+        g = times(g, turns(z))
+    # what dS needs: P times the softcap's derivative; what is dropped has a minus
+    BUFFERS[6].index(st).store(g)
     mbarrier.arrive(p_full.index(st), count=1)
 
     mbarrier.wait(dout_full.index(st), parity)
     do = BUFFERS[1].index(st).reshape([ROWS, BLOCK_DV])
-    pz = gl.convert_layout(p.to(dtype), a_layout, assert_trivial=True)
+    pz = gl.convert_layout(pz, a_layout, assert_trivial=True)
     dv = warpgroup_mma(pz, do, dv, is_async=True)
     # after the last block: a product of what is left there, which nobody reads
     mbarrier.wait(q_full.index(other), other_parity, pred=more)
@@ -207,7 +209,7 @@ def _values(GIVEN, OPERANDS, RESULTS, TILE: gl.constexpr, APPROX_TANH: gl.conste
                 m_start, head = _next_block(m_start, head, m0, m3)
             x = warpgroup_mma_wait(0, deps=[x])
         if seed is not None:
-            dv = dv * (0.5 * keep_scale)
+            dv = dv * keep_scale
         bar_sync(8, 256)  # the other warpgroup has read V
         store_tile(
             TENSORS[7], RESULTS[1], RESULTS[3], dv.to(dtype), BUFFERS[3].index(0), batch_id,
@@ -218,8 +220,8 @@ def _values(GIVEN, OPERANDS, RESULTS, TILE: gl.constexpr, APPROX_TANH: gl.conste
 
 @gluon.jit
 def _keys_step(
-    dp, dk, st, parity, more, BUFFERS, BARRIERS, keep_scale, DROPOUT: gl.constexpr,
-    TILE: gl.constexpr, dtype: gl.constexpr,
+    dp, dk, st, parity, more, BUFFERS, BARRIERS, DROPOUT: gl.constexpr, TILE: gl.constexpr,
+    dtype: gl.constexpr,
 ):  # fmt: skip
     """One block of rows, of which dp = V dO^T is in flight: dS, and dK += dS^T Q."""
     BLOCK_D: gl.constexpr = TILE[0]
@@ -239,7 +241,7 @@ def _keys_step(
     mbarrier.arrive(dout_empty.index(st), count=1)
     mbarrier.arrive(p_empty.index(st), count=1)
     if DROPOUT:  # the sign says what is dropped
-        dp = gl.where(g > 0.0, dp * keep_scale, 0.0) + minus_delta
+        dp = gl.where(g > 0.0, dp, 0.0) + minus_delta
         g = gl.abs(g)
     ds = gl.convert_layout((g * dp).to(dtype), a_layout, assert_trivial=True)
     q = BUFFERS[0].index(st).reshape([ROWS, BLOCK_D])
@@ -271,7 +273,7 @@ def _keys(GIVEN, OPERANDS, RESULTS, TILE: gl.constexpr):
     BLOCK_DV: gl.constexpr = TILE[1]
     dtype: gl.constexpr = TENSORS[0].dtype
     d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
-    grad_scale, keep_scale = OPERANDS[1], OPERANDS[7]
+    grad_scale = OPERANDS[1]
     DROPOUT: gl.constexpr = OPERANDS[5] is not None
     (
         batch_id, head_kv, n_start, _start_q, _used_q, start_k, length_k, _used_k, m0, _m1, _m2, m3,
@@ -287,8 +289,8 @@ def _keys(GIVEN, OPERANDS, RESULTS, TILE: gl.constexpr):
             dp = _issue_dp(BUFFERS, st, st, DROPOUT, BLOCK_DV)
             for it in range(0, blocks):
                 dp, dk, st, parity = _keys_step(
-                    dp, dk, st, parity, it + 1 < blocks, BUFFERS, BARRIERS, keep_scale, DROPOUT,
-                    TILE, dtype,
+                    dp, dk, st, parity, it + 1 < blocks, BUFFERS, BARRIERS, DROPOUT, TILE,
+                    dtype,
                 )  # fmt: skip
             dp = warpgroup_mma_wait(0, deps=[dp])
         bar_sync(8, 256)  # the other warpgroup has read K

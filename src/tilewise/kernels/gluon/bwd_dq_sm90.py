@@ -158,7 +158,7 @@ def _hand_back(BARRIERS, it, blocks, V_STAGES: gl.constexpr):
 @gluon.jit
 def _step(
     x, dq, st, parity, more, cut, m_start, n_start, lse_i, minus_delta, BUFFERS, BARRIERS, SCORE,
-    MASK, DROPOUT, keep_scale, CONSUMER: gl.constexpr, TILE: gl.constexpr, dtype: gl.constexpr,
+    MASK, DROPOUT, CONSUMER: gl.constexpr, TILE: gl.constexpr, dtype: gl.constexpr,
     APPROX_TANH: gl.constexpr,
 ):  # fmt: skip
     """One block of keys, of which x = Q K^T is in flight: dS, and dQ += dS K."""
@@ -196,7 +196,7 @@ def _step(
     dp = warpgroup_mma_wait(0, deps=[dp])
     mbarrier.arrive(empty, count=1)
     if DROPOUT[0] is not None:
-        dp *= gl.where(kept(dp, DROPOUT, m_start, n_start), keep_scale, 0.0)
+        dp = gl.where(kept(dp, DROPOUT, m_start, n_start), dp, 0.0)
     ds = (p * (dp + minus_delta[:, None])).to(dtype)
     ds = gl.convert_layout(ds, a_layout, assert_trivial=True)
     k = BUFFERS[2].index(st).reshape([KEYS, BLOCK_D])
@@ -225,7 +225,7 @@ def _consume(
     rows: gl.constexpr = gl.SliceLayout(1, s_layout)
     d_rows: gl.constexpr = gl.SliceLayout(1, d_layout)
     softmax_scale, grad_scale, softcap, alibi_slopes, slope_strides = OPERANDS[0:5]
-    seed, dropout_threshold, keep_scale = OPERANDS[5:8]
+    seed, dropout_threshold = OPERANDS[5:7]
     lse, delta, dq_rows, dq_strides = RESULTS
     batch_id, head, m_block, start_q, length_q, used_q, _start_k, used_k, first, stop = _block(
         SIZES, PACKED
@@ -269,7 +269,7 @@ def _consume(
                     x, dq, st, parity = _step(
                         x, dq, st, parity, n_start + KEYS < n3, (n_start < n1) | (n_start >= n2),
                         m_start, n_start, lse_i, minus_delta, BUFFERS, BARRIERS, SCORE, MASK,
-                        DROPOUT, keep_scale, CONSUMER, TILE, dtype, APPROX_TANH,
+                        DROPOUT, CONSUMER, TILE, dtype, APPROX_TANH,
                     )  # fmt: skip
                 x = warpgroup_mma_wait(0, deps=[x])
             _hand_back(BARRIERS, (n3 - first) // KEYS, (stop - n3) // KEYS, V_STAGES)
@@ -331,7 +331,6 @@ def flash_bwd_dq_sm90_kernel(
     window_left,
     window_right,
     dropout_threshold,
-    keep_scale,
     BLOCK_D: gl.constexpr,
     BLOCK_DV: gl.constexpr,
     V_STAGES: gl.constexpr,
@@ -384,7 +383,6 @@ def flash_bwd_dq_sm90_kernel(
     PACKED = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
     OPERANDS = (
         softmax_scale, grad_scale, softcap, alibi_slopes, slope_strides, seed, dropout_threshold,
-        keep_scale,
     )  # fmt: skip
     RESULTS = lse, delta, dq_rows, dq_strides
     given = TENSORS, BUFFERS, BARRIERS, SIZES, PACKED

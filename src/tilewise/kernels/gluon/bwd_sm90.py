@@ -242,7 +242,7 @@ def _turned(m_start, begin, m_from, m_to, TILE: gl.constexpr):
 
 @gluon.jit
 def _visit(
-    STATE, k_a, v_a, m_from, m_to, GIVEN, PLACE, SCORE, MASK, DROPOUT, keep_scale,
+    STATE, k_a, v_a, m_from, m_to, GIVEN, PLACE, SCORE, MASK, DROPOUT,
     CUT: gl.constexpr, CONSUMER: gl.constexpr, TILE: gl.constexpr, APPROX_TANH: gl.constexpr,
 ):  # fmt: skip
     """The blocks of rows of [m_from, m_to). A loop with a branch for those that are cut would be
@@ -256,12 +256,12 @@ def _visit(
             dq_next = place_of_dq(PLACE, m_start, GIVEN, CONSUMER, TILE)
         if TILE[0] == 64:
             x, dk, dv, st, parity, bit, dq_row, left = narrow_step(
-                state, k_a, v_a, dq_next, m_start, GIVEN, PLACE, SCORE, MASK, DROPOUT, keep_scale,
+                state, k_a, v_a, dq_next, m_start, GIVEN, PLACE, SCORE, MASK, DROPOUT,
                 CUT, CONSUMER, TILE, APPROX_TANH,
             )  # fmt: skip
         else:
             x, dk, dv, st, parity, bit, dq_row, left = wide_step(
-                state, dq_next, m_start, GIVEN, PLACE, SCORE, MASK, DROPOUT, keep_scale, CUT,
+                state, dq_next, m_start, GIVEN, PLACE, SCORE, MASK, DROPOUT, CUT,
                 CONSUMER, TILE, APPROX_TANH,
             )  # fmt: skip
     return x, dk, dv, st, parity, bit, dq_row, left
@@ -370,17 +370,17 @@ def _consume(
                     if part == CUT_ON_THE_RIGHT:
                         state = _visit(
                             state, k_a, v_a, m0, m1, GIVEN, PLACE, SCORE, MASK, DROPOUT,
-                            keep_scale, True, CONSUMER, TILE, APPROX_TANH,
+                            True, CONSUMER, TILE, APPROX_TANH,
                         )  # fmt: skip
                     elif part == 1:
                         state = _visit(
                             state, k_a, v_a, m1, whole, GIVEN, PLACE, SCORE, MASK, DROPOUT,
-                            keep_scale, False, CONSUMER, TILE, APPROX_TANH,
+                            False, CONSUMER, TILE, APPROX_TANH,
                         )  # fmt: skip
                     elif SIZES[9] is not None:
                         state = _visit(
                             state, k_a, v_a, whole, m3, GIVEN, PLACE, SCORE, MASK, DROPOUT,
-                            keep_scale, True, CONSUMER, TILE, APPROX_TANH,
+                            True, CONSUMER, TILE, APPROX_TANH,
                         )  # fmt: skip
                 x, dk, dv, st, parity, bit, dq_row, left = state
             x, dk = warpgroup_mma_wait(0, deps=[x, dk])
@@ -491,7 +491,8 @@ def flash_bwd_sm90_kernel(
 
     Computes: dV = (P Z)^T dO, dK = grad_scale dS^T Q and dQ = dS K, with P = exp(s - lse), Z the
         dropout mask over 1 - dropout_p and dS = P (dO V^T Z - delta), each tile recomputed once for
-        all three.
+        all three. dS is made with a mask of 0 and 1 and a delta times 1 - dropout_p: grad_scale
+        makes up for it.
     Grid: a program for each multiprocessor, which takes tiles: 128 keys of a key head of a
         sequence, 64 for each of two warpgroups, with the query heads of its group and their blocks
         of rows, which a producer warp loads by TMA.

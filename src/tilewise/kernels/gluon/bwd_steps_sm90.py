@@ -1,7 +1,8 @@
 """A block of rows in the one-pass backward, by a warpgroup: its share of dK, dV and dQ.
 
 TENSORS  (q, k, v, dout, lse, delta, dq, dk, dv): TMA descriptors; lse, delta and dq are the
-         backward's own, in the orders that ``statistics`` and ``in_register_order`` say. Without
+         backward's own, in the orders that ``statistics`` and ``in_register_order`` say. delta
+         is over dropout's scale, which dQ and dK take in the end. Without
          dq, which is None then, a step has dK and dV alone, and no warpgroup waits for the other
 BUFFERS  (q, dout, k, v, lse, delta, ds, dq, tile): shared memory; q, dout, lse and delta are
          rings of blocks of rows, k two halves of 64 keys of two tiles, v of two (narrow heads) or
@@ -26,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .dropout import sign_transposed
+from .dropout import keep_factors_transposed, times
 from .gradient import statistics, statistics_place
 from .ptx import bar_sync, exp2, opaque_zero
 from .score import scores
@@ -83,34 +84,31 @@ def _start_of_dp(delta, DROPOUT, layout: gl.constexpr):
 
 @gluon.jit
 def _weights(
-    x, lse, m_start, n_start, SCORE, MASK, DROPOUT, CUT: gl.constexpr, layout: gl.constexpr,
+    x, lse, m_start, n_start, SCORE, MASK, CUT: gl.constexpr, layout: gl.constexpr,
     APPROX_TANH: gl.constexpr,
 ):  # fmt: skip
-    """P^T and the factor of softcap; where dropout is, P's sign says what it drops."""
+    """P^T and the factor of softcap."""
     s, dcap = scores(x, m_start, n_start, SCORE, MASK, True, APPROX_TANH)
     if CUT:
         i = m_start + gl.arange(0, ROWS, layout=gl.SliceLayout(0, layout))
         j = n_start + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
         s = hide(s, i[None, :], j[:, None], MASK)
-    p = exp2(to_m(s, SCORE) - lse)
-    if DROPOUT[0] is not None:
-        p = sign_transposed(p, DROPOUT, m_start, n_start)
-    return p, dcap
+    return exp2(to_m(s, SCORE) - lse), dcap
 
 
 @gluon.jit
-def _kept(p, DROPOUT):
-    if DROPOUT[0] is not None:
-        p = gl.maximum(p, 0.0)
-    return p
+def _kept(m_start, n_start, DROPOUT, layout: gl.constexpr, dtype: gl.constexpr):
+    """Z^T: 1 where dropout keeps a weight, else 0; it needs no scores and is ready before them."""
+    return keep_factors_transposed(
+        gl.full([64, ROWS], 0.0, dtype, layout), DROPOUT, m_start, n_start
+    )
 
 
 @gluon.jit
-def _ds(p, dp, dcap, delta, DROPOUT, keep_scale, layout: gl.constexpr):
-    """dS^T = P^T (dP^T - delta), times the factor of softcap."""
-    if DROPOUT[0] is not None:
-        dp = dp * gl.where(p > 0.0, keep_scale, 0.0) + statistics(delta, ROWS, layout)
-        p = gl.abs(p)
+def _ds(p, dp, dcap, delta, z, layout: gl.constexpr):
+    """dS^T = P^T (Z^T dP^T - delta), times the factor of softcap."""
+    if z is not None:
+        dp = dp * z.to(gl.float32) + statistics(delta, ROWS, layout)
     return p * dp * dcap
 
 
@@ -129,7 +127,7 @@ def dq_of(ds_s, k_s, keys, bit, zero, CONSUMER: gl.constexpr, BLOCK_D: gl.conste
 
 @gluon.jit
 def wide_step(
-    STATE, dq_next, m_start, GIVEN, PLACE, SCORE, MASK, DROPOUT, keep_scale, CUT: gl.constexpr,
+    STATE, dq_next, m_start, GIVEN, PLACE, SCORE, MASK, DROPOUT, CUT: gl.constexpr,
     CONSUMER: gl.constexpr, TILE: gl.constexpr, APPROX_TANH: gl.constexpr,
 ):  # fmt: skip
     """One block of rows, heads of more than 64. dQ of the block before is in shared memory."""
@@ -152,14 +150,20 @@ def wide_step(
     mbarrier.wait(dout_full.index(st), parity)
     start = _start_of_dp(delta, DROPOUT, s_layout)
     lse = statistics(BUFFERS[4].index(st), ROWS, s_layout)
+    z = None
+    if DROPOUT[0] is not None:
+        z = _kept(m_start, PLACE[3], DROPOUT, s_layout, dtype)
     x = warpgroup_mma_wait(0, deps=[x])
     v = v_s.index(CONSUMER + zero).reshape([64, BLOCK_D])
     dp = warpgroup_mma(v, do.permute([1, 0]), start, use_acc=DROPOUT[0] is None, is_async=True)
-    p, dcap = _weights(x, lse, m_start, PLACE[3], SCORE, MASK, DROPOUT, CUT, s_layout, APPROX_TANH)
-    pz = gl.convert_layout(_kept(p, DROPOUT).to(dtype), a_layout, assert_trivial=True)
+    p, dcap = _weights(x, lse, m_start, PLACE[3], SCORE, MASK, CUT, s_layout, APPROX_TANH)
+    pz = p.to(dtype)
+    if z is not None:
+        pz = times(pz, z)
+    pz = gl.convert_layout(pz, a_layout, assert_trivial=True)
     dv = warpgroup_mma(pz, do, dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=[dp])
-    ds = _ds(p, dp, dcap, delta, DROPOUT, keep_scale, s_layout).to(dtype)
+    ds = _ds(p, dp, dcap, delta, z, s_layout).to(dtype)
     if DQ:
         ds_s.index(bit * 2 + CONSUMER).store(ds)
         fence_async_shared()  # for dS, and for dQ of the block before
@@ -194,7 +198,7 @@ def wide_step(
 
 @gluon.jit
 def narrow_step(
-    STATE, k_a, v_a, dq_next, m_start, GIVEN, PLACE, SCORE, MASK, DROPOUT, keep_scale,
+    STATE, k_a, v_a, dq_next, m_start, GIVEN, PLACE, SCORE, MASK, DROPOUT,
     CUT: gl.constexpr, CONSUMER: gl.constexpr, TILE: gl.constexpr, APPROX_TANH: gl.constexpr,
 ):  # fmt: skip
     """One block of rows, heads up to 64, which leave registers for K and V as operands and for dQ
@@ -215,19 +219,25 @@ def narrow_step(
     mbarrier.wait(dout_full.index(st), parity)
     start = _start_of_dp(delta, DROPOUT, s_layout)
     lse = statistics(BUFFERS[4].index(st), ROWS, s_layout)
+    z = None
+    if DROPOUT[0] is not None:
+        z = _kept(m_start, PLACE[3], DROPOUT, s_layout, dtype)
     x = warpgroup_mma_wait(0, deps=[x])
     dp = warpgroup_mma(v_a, do.permute([1, 0]), start, use_acc=DROPOUT[0] is None, is_async=True)
     if DQ:
         mbarrier.wait(ds_full, bit)
         dq = dq_of(ds_s, BUFFERS[2], PLACE[4], bit ^ 1, opaque_zero(st), CONSUMER, BLOCK_D)
-    p, dcap = _weights(x, lse, m_start, PLACE[3], SCORE, MASK, DROPOUT, CUT, s_layout, APPROX_TANH)
-    pz = gl.convert_layout(_kept(p, DROPOUT).to(dtype), a_layout, assert_trivial=True)
+    p, dcap = _weights(x, lse, m_start, PLACE[3], SCORE, MASK, CUT, s_layout, APPROX_TANH)
+    pz = p.to(dtype)
+    if z is not None:
+        pz = times(pz, z)
+    pz = gl.convert_layout(pz, a_layout, assert_trivial=True)
     dv = warpgroup_mma(pz, do, dv, is_async=True)
     if DQ:
         dp, dq = warpgroup_mma_wait(1, deps=[dp, dq])
     else:
         dp = warpgroup_mma_wait(1, deps=[dp])
-    ds = _ds(p, dp, dcap, delta, DROPOUT, keep_scale, s_layout).to(dtype)
+    ds = _ds(p, dp, dcap, delta, z, s_layout).to(dtype)
     if DQ:
         store_wait(0)
         dq_s.index(CONSUMER).store(in_register_order(dq, BLOCK_D // 2))

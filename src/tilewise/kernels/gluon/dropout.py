@@ -8,6 +8,7 @@ from .twins import twin
 
 factors = twin(triton_dropout.factors)
 times = twin(triton_dropout.times)
+turns = twin(triton_dropout.turns)
 philox = twin(triton_dropout.philox)
 
 
@@ -58,47 +59,54 @@ def keep_factors(p, DROPOUT, m_start, n_start):
     return factors(p, _words(p, DROPOUT, m_start, n_start, False), DROPOUT)
 
 
-@gluon.jit
-def _turn(p, keep):
-    return p * gl.where(keep, 1.0, -1.0)
+# A thread and the one four lanes on have one pair of columns and two rows of each pair. Each draws
+# for one of the rows; what they exchange are the lanes of two words, which make one.
+_EXCHANGE: gl.constexpr = gl.constexpr(
+    "{ .reg .b32 x, y, a, b, c; prmt.b32 x, $4, $5, $8; prmt.b32 y, $6, $7, $8; "
+    "shfl.sync.bfly.b32 x, x, 4, 0x1f, 0xffffffff; shfl.sync.bfly.b32 y, y, 4, 0x1f, 0xffffffff; "
+    "prmt.b32 a, $4, x, $9; prmt.b32 b, $5, x, $10; prmt.b32 c, $6, y, $9; "
+    "prmt.b32 $3, $7, y, $10; mov.b32 $0, a; mov.b32 $1, b; mov.b32 $2, c; }"
+)
 
 
 @gluon.jit
-def sign_transposed(p, DROPOUT, m_start, n_start):
-    """p, (keys, rows), not negative, with a minus where dropped; begins at multiples of 16.
+def _exchange(w00, w01, w10, w11, odd):
+    """Of words drawn by a thread of an even key for the first row of a pair, by one of an ``odd``
+    key for the second: its key's lanes of both rows, the first in the lower half."""
+    theirs = gl.where(odd, 0x5410, 0x7632)
+    first = gl.where(odd, 0x3254, 0x5410)
+    second = gl.where(odd, 0x3276, 0x7610)
+    return gl.inline_asm_elementwise(
+        _EXCHANGE, "=r,=r,=r,=r,r,r,r,r,r,r,r", [w00, w01, w10, w11, theirs, first, second],
+        dtype=(gl.uint32, gl.uint32, gl.uint32, gl.uint32), is_pure=False, pack=1,
+    )  # fmt: skip
 
-    A thread holds one column of each pair, so that a draw serves four of its elements: two halves
-    of the rows, two halves of the keys.
+
+@gluon.jit
+def keep_factors_transposed(p, DROPOUT, m_start, n_start):
+    """``keep_factors`` for p transposed, (keys, rows), at (n_start, m_start).
+
+    A thread holds one column of each pair, so that two threads share the draws of both.
     """
     layout: gl.constexpr = p.type.layout
     COLUMNS: gl.constexpr = p.shape[0] // 16
     ROWS: gl.constexpr = p.shape[1] // 16
     # key block, half, key; row block, half, pair, parity
-    parts = gl.reshape(p, [COLUMNS, 2, 8, ROWS, 2, 4, 2])
-    parts = gl.permute(parts, [0, 2, 3, 5, 6, 1, 4])
-    upper, lower = gl.split(parts)  # halves of rows
-    upper0, upper1 = gl.split(upper)  # halves of keys
-    lower0, lower1 = gl.split(lower)
-
-    whole: gl.constexpr = upper0.type.layout  # key block, key, row block, pair, parity
-    of_0123: gl.constexpr = gl.SliceLayout(4, whole)
-    of_01: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, of_0123))
-    of_234: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, whole))
-    of_23: gl.constexpr = gl.SliceLayout(2, of_234)
+    parts = gl.permute(gl.reshape(p, [COLUMNS, 2, 8, ROWS, 2, 4, 2]), [0, 2, 3, 5, 1, 4, 6])
+    whole: gl.constexpr = gl.split(gl.split(gl.split(parts)[0])[0])[0].type.layout
+    of_01: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, whole))
+    of_23: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, whole))
     key_block = gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, of_01))[:, None]
     key = gl.arange(0, 8, layout=gl.SliceLayout(0, of_01))[None, :]
     row_block = gl.arange(0, ROWS, layout=gl.SliceLayout(1, of_23))[:, None]
     pair = gl.arange(0, 4, layout=gl.SliceLayout(0, of_23))[None, :]
-    parity = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(0, of_234)))
-    c0 = (m_start // 2 + 8 * row_block + 2 * pair)[:, :, None] + parity[None, :][None, :, :]
-    c1 = (n_start // 4 + 4 * key_block + key // 2)[:, :, None][:, :, :, None][:, :, :, :, None]
-    w00, w01, w10, w11 = philox(DROPOUT, c0[None, :, :, :][None, :, :, :, :], c1)
-
-    # the half of each word that is the key's own, in its upper half
-    shift = ((1 - key % 2) * 16 + 0 * key_block).to(gl.uint32)
-    shift = shift[:, :, None][:, :, :, None][:, :, :, :, None]
-    t = gl.cast(DROPOUT[1], gl.uint32) << 16
-    upper = gl.join(_turn(upper0, (w00 << shift) >= t), _turn(upper1, (w01 << shift) >= t))
-    lower = gl.join(_turn(lower0, (w10 << shift) >= t), _turn(lower1, (w11 << shift) >= t))
-    parts = gl.permute(gl.join(upper, lower), [0, 5, 1, 2, 6, 3, 4])
-    return gl.convert_layout(gl.reshape(parts, p.shape), layout, assert_trivial=True)
+    parity = (key % 2 + 0 * key_block)[:, :, None][:, :, :, None]
+    c0 = (m_start // 2 + 8 * row_block + 2 * pair)[None, :, :][None, :, :, :] + parity
+    c1 = (n_start // 4 + 4 * key_block + key // 2)[:, :, None][:, :, :, None]
+    w00, w01, w10, w11 = philox(DROPOUT, c0, c1)
+    odd = gl.broadcast(parity == 1, w00 == w00)[0]
+    w00, w01, w10, w11 = _exchange(w00, w01, w10, w11, odd)
+    words = gl.join(gl.join(w00, w10), gl.join(w01, w11))  # half of rows, half of keys
+    words = gl.permute(gl.join(words, words), [0, 5, 1, 2, 4, 3, 6])
+    words = gl.convert_layout(gl.reshape(words, p.shape), layout, assert_trivial=True)
+    return factors(p, words, DROPOUT)

@@ -35,6 +35,7 @@ def flash_bwd_preprocess_kernel(
     seqlen_q,
     total_q,
     num_m_blocks,
+    delta_scale,
     HEAD_DIM_V: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     NATURAL: tl.constexpr,
@@ -47,7 +48,7 @@ def flash_bwd_preprocess_kernel(
         lse is -inf, in rows without keys or a sink and past the end, delta is 0 and lse +inf, so
         that P is 0 there. With
         NATURAL what float32 leaves of lse follows as a second part, in ``last_place`` of the first.
-        FOR_WGMMA: -delta, and each 16 rows by pair, half and parity, so that a thread's are
+        delta is stored times delta_scale. FOR_WGMMA: -delta, and each 16 rows by pair, half and parity, so that a thread's are
         adjacent. dq_sum, where the one pass adds up rows of BLOCK_D, becomes 0.
     Grid: flat over blocks of STATISTICS_BLOCK rows, heads and sequences.
     Numerics: float32.
@@ -75,7 +76,7 @@ def flash_bwd_preprocess_kernel(
         delta_i -= tl.load(dlse + offs_m, mask=offs_m < used, other=0.0).to(tl.float32)
     unit = 1.0 if NATURAL else LOG2E
     empty = lse_i == NEG_INF
-    delta_i = tl.where(empty, 0.0, delta_i)
+    delta_i = tl.where(empty, 0.0, delta_i * delta_scale)
     high_i = tl.where(empty, -NEG_INF, (lse_i * unit).to(tl.float32))
     delta_h = padded_statistics_of(
         delta_padded, batch_id, batch, head, nheads, seqlen_q, total_q, start, cu_seqlens_q, False

@@ -129,6 +129,17 @@ def times(p, factor):
 
 
 @triton.jit
+def turns(factor):
+    """1 where factor is 1, -1 where it is 0."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .b32 two, one; mov.b32 two, 0x40004000; mov.b32 one, "
+        + ("0xBC00BC00; fma.rn.f16x2 $0, $1, two, one; }" if factor.dtype == tl.float16 else
+           "0xBF80BF80; fma.rn.bf16x2 $0, $1, two, one; }"),
+        "=r,r", [factor], dtype=factor.dtype, is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@triton.jit
 def dropped(
     p, DROPOUT, m_start, n_start, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, dtype: tl.constexpr
 ):
