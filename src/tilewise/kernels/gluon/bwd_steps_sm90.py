@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .dropout import keep_factors_transposed, times
+from .dropout import keep_factors_transposed, nonzero, times
 from .gradient import statistics, statistics_place
 from .ptx import bar_sync, exp2, opaque_zero
 from .score import scores
@@ -163,6 +163,8 @@ def wide_step(
     pz = gl.convert_layout(pz, a_layout, assert_trivial=True)
     dv = warpgroup_mma(pz, do, dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=[dp])
+    if z is not None:
+        z = nonzero(times(p.to(dtype), z))
     ds = _ds(p, dp, dcap, delta, z, s_layout).to(dtype)
     if DQ:
         ds_s.index(bit * 2 + CONSUMER).store(ds)

@@ -8,6 +8,7 @@ from .twins import twin
 
 factors = twin(triton_dropout.factors)
 times = twin(triton_dropout.times)
+nonzero = twin(triton_dropout.nonzero)
 turns = twin(triton_dropout.turns)
 philox = twin(triton_dropout.philox)
 

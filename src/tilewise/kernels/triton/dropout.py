@@ -129,6 +129,17 @@ def times(p, factor):
 
 
 @triton.jit
+def nonzero(x):
+    """1 where x, in half precision, is not 0, else 0."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .b32 zero; mov.b32 zero, 0; set.neu.f16x2.f16x2 $0, $1, zero; }"
+        if x.dtype == tl.float16 else
+        "{ .reg .b32 zero; mov.b32 zero, 0; set.neu.bf16x2.bf16x2 $0, $1, zero; }",
+        "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2,
+    )  # fmt: skip
+
+
+@triton.jit
 def turns(factor):
     """1 where factor is 1, -1 where it is 0."""
     return tl.inline_asm_elementwise(
