@@ -479,6 +479,7 @@ _ASM = {
     "philox": _philox,
     "factors": _factors,
     "times": lambda p, factor: tile(p * factor),
+    "nonzero": lambda x: tile((x != 0).to(x.dtype)),
     "turns": lambda factor: tile(factor * 2 - 1),
     "_exchange": _exchange,
     "exp2": _exp2,

@@ -9,9 +9,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..triton import score, tiles
+from ..triton import pairs, score, tiles
 from .barriers import retire
-from .dropout import keep_factors_transposed, times, turns
+from .dropout import keep_factors_transposed
 from .gradient import block_of_keys, statistics, statistics_place
 from .ptx import bar_sync, exp2, opaque_zero
 from .rows import clear_slack, load_seen, load_with_statistic, store_tile
@@ -23,6 +23,8 @@ from .twins import twin
 keys_of = twin(tiles.keys_of)
 rows_of = twin(tiles.rows_of)
 slope_of = twin(score.slope_of)
+times = twin(pairs.times)
+turns = twin(pairs.turns)
 
 # TENSORS  (q, k, v, dout, lse, delta, dk, dv): TMA descriptors; lse and delta are the backward's
 #          own, in the order that ``statistics`` says

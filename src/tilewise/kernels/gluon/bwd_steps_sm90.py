@@ -27,12 +27,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .dropout import keep_factors_transposed, nonzero, times
+from ..triton import pairs
+from .dropout import keep_factors_transposed
 from .gradient import statistics, statistics_place
 from .ptx import bar_sync, exp2, opaque_zero
 from .score import scores
 from .softmax import hide, to_m
 from .tma import async_add, store_wait
+from .twins import twin
+
+nonzero = twin(pairs.nonzero)
+times = twin(pairs.times)
 
 ROWS: gl.constexpr = gl.constexpr(64)
 KEYS: gl.constexpr = gl.constexpr(128)
@@ -157,14 +162,14 @@ def wide_step(
     v = v_s.index(CONSUMER + zero).reshape([64, BLOCK_D])
     dp = warpgroup_mma(v, do.permute([1, 0]), start, use_acc=DROPOUT[0] is None, is_async=True)
     p, dcap = _weights(x, lse, m_start, PLACE[3], SCORE, MASK, CUT, s_layout, APPROX_TANH)
-    pz = p.to(dtype)
+    kept = p.to(dtype)
     if z is not None:
-        pz = times(pz, z)
-    pz = gl.convert_layout(pz, a_layout, assert_trivial=True)
+        kept = times(kept, z)
+    pz = gl.convert_layout(kept, a_layout, assert_trivial=True)
     dv = warpgroup_mma(pz, do, dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=[dp])
     if z is not None:
-        z = nonzero(times(p.to(dtype), z))
+        z = nonzero(kept)  # what rounding made 0 counts as dropped, and would add next to nothing
     ds = _ds(p, dp, dcap, delta, z, s_layout).to(dtype)
     if DQ:
         ds_s.index(bit * 2 + CONSUMER).store(ds)
@@ -230,10 +235,10 @@ def narrow_step(
         mbarrier.wait(ds_full, bit)
         dq = dq_of(ds_s, BUFFERS[2], PLACE[4], bit ^ 1, opaque_zero(st), CONSUMER, BLOCK_D)
     p, dcap = _weights(x, lse, m_start, PLACE[3], SCORE, MASK, CUT, s_layout, APPROX_TANH)
-    pz = p.to(dtype)
+    kept = p.to(dtype)
     if z is not None:
-        pz = times(pz, z)
-    pz = gl.convert_layout(pz, a_layout, assert_trivial=True)
+        kept = times(kept, z)
+    pz = gl.convert_layout(kept, a_layout, assert_trivial=True)
     dv = warpgroup_mma(pz, do, dv, is_async=True)
     if DQ:
         dp, dq = warpgroup_mma_wait(1, deps=[dp, dq])

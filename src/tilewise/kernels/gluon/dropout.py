@@ -4,13 +4,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..triton import dropout as triton_dropout
+from ..triton import pairs
 from .twins import twin
 
-factors = twin(triton_dropout.factors)
-times = twin(triton_dropout.times)
-nonzero = twin(triton_dropout.nonzero)
-turns = twin(triton_dropout.turns)
 philox = twin(triton_dropout.philox)
+factors = twin(pairs.factors)
 
 
 @gluon.jit
@@ -56,7 +54,7 @@ def kept(p, DROPOUT, m_start, n_start):
 
 @gluon.jit
 def keep_factors(p, DROPOUT, m_start, n_start):
-    """1 where kept, else 0, for p in half precision, which ``times`` multiplies."""
+    """1 where an element stays, else 0, for p in half precision: a factor for ``pairs.times``."""
     return factors(p, _words(p, DROPOUT, m_start, n_start, False), DROPOUT)
 
 

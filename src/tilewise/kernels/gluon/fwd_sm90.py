@@ -9,9 +9,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..triton import score, tiles
+from ..triton import pairs, score, tiles
 from .barriers import retire
-from .dropout import keep_factors, times
+from .dropout import keep_factors
 from .ptx import block_boundary, exp2, rescale
 from .rows import clear_slack, load_seen
 from .schedule import announce, step_tile, told
@@ -28,6 +28,7 @@ tile_of_program = twin(tiles.tile_of_program)
 slope_of = twin(score.slope_of)
 from_natural = twin(score.from_natural)
 to_lse = twin(score.to_lse)
+times = twin(pairs.times)
 
 
 # TENSORS  (q, k, v, out): TMA descriptors of (batch, seqlen, heads, head_dim)

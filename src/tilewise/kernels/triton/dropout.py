@@ -13,6 +13,10 @@ import triton
 import triton.language as tl
 from triton.language.target_info import cuda_capability_geq
 
+from .pairs import factors, times
+
+_INTERPRETED: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)
+
 
 @triton.jit
 def philox(DROPOUT, c0, c1):
@@ -91,71 +95,13 @@ def drop(p, keep):
     return p * tl.where(keep, 1.0, 0.0)
 
 
-# Of two lanes at once: min(max(lane, a) + b, 1) is 1 or 0; that times the bits of 1.0 is a factor.
-_FACTORS = (
-    "{ .reg .b32 keep, one; mov.b32 one, 0x10001; max.u16x2 keep, $1, $3; add.u16x2 keep, keep, $5; "
-    "min.u16x2 keep, keep, one; mul.lo.u32 $0, keep, "
-)
-_FACTORS_F16: tl.constexpr = tl.constexpr(_FACTORS + "0x3C00; }")
-_FACTORS_BF16: tl.constexpr = tl.constexpr(_FACTORS + "0x3F80; }")
-
-
-@triton.jit
-def factors(p, words, DROPOUT):
-    """1 where kept, else 0, in the half precision of p, from the words in which pairs of neighbours have their
-    lanes, each pair one word twice.
-
-    Four instructions a pair, or three where an addition and a minimum are one. For a Hopper GPU or
-    a later one, as ``times``.
-    """
-    t = DROPOUT[1].to(tl.int32)
-    # lane >= t is max(lane, t - 1) - (t - 1) >= 1, and beside a threshold of 0 max(lane, 1) >= 1
-    a = tl.abs(t - 1)
-    b = tl.minimum(1 - t, 0)
-    a, b = a * 0x10001, (b & 0xFFFF) * 0x10001
-    return tl.inline_asm_elementwise(
-        _FACTORS_F16 if p.dtype == tl.float16 else _FACTORS_BF16,
-        "=r,r,r,r,r,r,r", [words, a, b], dtype=p.dtype, is_pure=True, pack=2,
-    )  # fmt: skip
-
-
-@triton.jit
-def times(p, factor):
-    """p * factor in half precision, two at a time."""
-    return tl.inline_asm_elementwise(
-        "mul.f16x2 $0, $1, $2;" if p.dtype == tl.float16 else "mul.bf16x2 $0, $1, $2;",
-        "=r,r,r", [p, factor], dtype=p.dtype, is_pure=True, pack=2,
-    )  # fmt: skip
-
-
-@triton.jit
-def nonzero(x):
-    """1 where x, in half precision, is not 0, else 0."""
-    return tl.inline_asm_elementwise(
-        "{ .reg .b32 zero; mov.b32 zero, 0; set.neu.f16x2.f16x2 $0, $1, zero; }"
-        if x.dtype == tl.float16 else
-        "{ .reg .b32 zero; mov.b32 zero, 0; set.neu.bf16x2.bf16x2 $0, $1, zero; }",
-        "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2,
-    )  # fmt: skip
-
-
-@triton.jit
-def turns(factor):
-    """1 where factor is 1, -1 where it is 0."""
-    return tl.inline_asm_elementwise(
-        "{ .reg .b32 two, one; mov.b32 two, 0x40004000; mov.b32 one, "
-        + ("0xBC00BC00; fma.rn.f16x2 $0, $1, two, one; }" if factor.dtype == tl.float16 else
-           "0xBF80BF80; fma.rn.bf16x2 $0, $1, two, one; }"),
-        "=r,r", [factor], dtype=factor.dtype, is_pure=True, pack=2,
-    )  # fmt: skip
-
-
 @triton.jit
 def dropped(
     p, DROPOUT, m_start, n_start, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, dtype: tl.constexpr
 ):
     """The tile p at (m_start, n_start), multiples of 16, in ``dtype``, 0 where dropped."""
-    if dtype != tl.float32 and cuda_capability_geq(9, 0):
+    # the interpreter knows no asm, also where there is a GPU
+    if dtype != tl.float32 and not _INTERPRETED and cuda_capability_geq(9, 0):
         words = _words_of_tile(DROPOUT, m_start, n_start, BLOCK_M, BLOCK_N)
         words = _spread(tl.join(words, words), BLOCK_M, BLOCK_N)
         p = p.to(dtype)
