@@ -37,8 +37,8 @@ times = twin(pairs.times)
 # SIZES    (batch, nheads, group, seqlen_q, seqlen_k, total_q, total_k, num_m_blocks, section,
 #           window_left, window_right, sectioned)
 # PACKED   (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
-# TILE     (CONSUMERS, BLOCK_N, BLOCK_D, BLOCK_DV, STAGES, SHARED_OUT, ONE_MASKED, PAIRED); PAIRED
-#          says that K and V of a block share their mbarriers, v_full being k_full and k_empty v_empty
+# TILE     (CONSUMERS, BLOCK_N, BLOCK_D, BLOCK_DV, STAGES, SHARED_OUT, ONE_MASKED, PAIRED); PAIRED:
+#          K and V of a block share their mbarriers, v_full is k_full and k_empty is v_empty
 
 
 @gluon.jit

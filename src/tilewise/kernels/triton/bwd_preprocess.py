@@ -44,12 +44,12 @@ def flash_bwd_preprocess_kernel(
 ):
     """The statistics of a row that the backward's loops read, in whole blocks.
 
-    Computes: delta_i = sum_d dO_id O_id - dlse_i, and lse_i in base 2 (natural with NATURAL). Where
-        lse is -inf, in rows without keys or a sink and past the end, delta is 0 and lse +inf, so
-        that P is 0 there. With
-        NATURAL what float32 leaves of lse follows as a second part, in ``last_place`` of the first.
-        delta is stored times delta_scale. FOR_WGMMA: -delta, and each 16 rows by pair, half and parity, so that a thread's are
-        adjacent. dq_sum, where the one pass adds up rows of BLOCK_D, becomes 0.
+    Computes: delta_i = sum_d dO_id O_id - dlse_i, stored times delta_scale, and lse_i in base 2
+        (natural with NATURAL). Where lse is -inf, in rows without keys or a sink and past the end,
+        delta is 0 and lse +inf, so that P is 0 there. With NATURAL what float32 leaves of lse
+        follows as a second part, in ``last_place`` of the first. FOR_WGMMA: -delta, and each 16
+        rows by pair, half and parity, so that a thread's are adjacent. dq_sum, where the one pass
+        adds up rows of BLOCK_D, becomes 0.
     Grid: flat over blocks of STATISTICS_BLOCK rows, heads and sequences.
     Numerics: float32.
     Source: Dao 2023, "FlashAttention-2", Algorithm 2, line 4; dlse is ours: d lse_i / d s_ij is

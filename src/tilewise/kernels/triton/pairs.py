@@ -8,8 +8,8 @@ import triton.language as tl
 
 # Of two lanes at once: min(max(lane, a) + b, 1) is 1 or 0; that times the bits of 1.0 is a factor.
 _FACTORS = (
-    "{ .reg .b32 keep, one; mov.b32 one, 0x10001; max.u16x2 keep, $1, $3; add.u16x2 keep, keep, $5; "
-    "min.u16x2 keep, keep, one; mul.lo.u32 $0, keep, "
+    "{ .reg .b32 keep, one; mov.b32 one, 0x10001; max.u16x2 keep, $1, $3; "
+    "add.u16x2 keep, keep, $5; min.u16x2 keep, keep, one; mul.lo.u32 $0, keep, "
 )
 _FACTORS_F16: tl.constexpr = tl.constexpr(_FACTORS + "0x3C00; }")
 _FACTORS_BF16: tl.constexpr = tl.constexpr(_FACTORS + "0x3F80; }")
