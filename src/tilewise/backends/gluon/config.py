@@ -31,7 +31,7 @@ class HopperConfig:
 
 
 _THREE = {"consumers": 3, "consumer_registers": 160, "producer_registers": 32, "maxnreg": 128}
-NARROW = HopperConfig(BLOCK_N=64, num_stages=6, **_THREE)  # type: ignore[arg-type]
+NARROW = HopperConfig(BLOCK_N=64, num_stages=8, **_THREE)  # type: ignore[arg-type]
 MIDDLE = HopperConfig(consumers=2, BLOCK_N=128, num_stages=2)
 WIDE = HopperConfig(consumers=2, BLOCK_N=64, num_stages=2)
 

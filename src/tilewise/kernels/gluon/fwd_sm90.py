@@ -121,14 +121,16 @@ def _load_values(
 @gluon.jit
 def _load_tile(GIVEN, tile, counter, num_tiles, it, turn, cleared, TILE: gl.constexpr):
     """Q of one tile and all K and V that its rows see, from the last block to the first:
-    K_n, Q, K_n-1, V_n, K_n-2, V_n-1, ... Before the last of them the next tile is chosen: late, so
-    that it goes to a program that has time, and early enough not to be waited for."""
+    K_n, Q, K_n-1, V_n, K_n-2, V_n-1, ..., or, in pairs, K_n, Q, V_n, K_n-1, V_n-1, ... Before the
+    last of them the next tile is chosen: late, so that it goes to a program that has time, and
+    early enough not to be waited for."""
     TENSORS, BUFFERS, BARRIERS, SIZES, PACKED = GIVEN
     CONSUMERS: gl.constexpr = TILE[0]
     BLOCK_N: gl.constexpr = TILE[1]
     BLOCK_D: gl.constexpr = TILE[2]
     BLOCK_M: gl.constexpr = CONSUMERS * 64
     STAGES: gl.constexpr = TILE[4]
+    PAIRED: gl.constexpr = TILE[7]
     K_BYTES: gl.constexpr = BLOCK_N * BLOCK_D * 2
     q_full, q_empty, k_full, k_empty = BARRIERS[0], BARRIERS[1], BARRIERS[2], BARRIERS[3]
     batch_id, head, m_start, start_q, _length_q, used_q, start_k, used_k = _tile(
@@ -162,13 +164,19 @@ def _load_tile(GIVEN, tile, counter, num_tiles, it, turn, cleared, TILE: gl.cons
             BARRIERS[6], cleared, row, 0, used_q, OTHERS, 64, BLOCK_D,
         )  # fmt: skip
     for n_start in range(n3 - 2 * BLOCK_N, n0 - BLOCK_N, -BLOCK_N):
+        if PAIRED:
+            cleared = _load_values(
+                TENSORS, BUFFERS, BARRIERS, entry_k, head_kv, start_k, n_start + BLOCK_N, it,
+                cleared, first, stop, MAY_CLEAR, TILE,
+            )  # fmt: skip
         st, parity = _stage(it + 1, STAGES)
         mbarrier.wait(k_empty.index(st), parity ^ 1)
         _load(TENSORS[1], entry_k, start_k + n_start, head_kv, k_full, BUFFERS[1], st, K_BYTES)
-        cleared = _load_values(
-            TENSORS, BUFFERS, BARRIERS, entry_k, head_kv, start_k, n_start + BLOCK_N, it, cleared,
-            first, stop, MAY_CLEAR, TILE,
-        )  # fmt: skip
+        if not PAIRED:
+            cleared = _load_values(
+                TENSORS, BUFFERS, BARRIERS, entry_k, head_kv, start_k, n_start + BLOCK_N, it,
+                cleared, first, stop, MAY_CLEAR, TILE,
+            )  # fmt: skip
         it += 1
     tile = _next(tile, SIZES, PACKED, counter, num_tiles, False, TILE)
     cleared = _load_values(
