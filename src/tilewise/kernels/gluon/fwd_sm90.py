@@ -71,7 +71,10 @@ def _range_of_tile(m_start, MASK, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
 @gluon.jit
 def _stage(it, STAGES: gl.constexpr):
     """The ring's slot of the block number ``it``, and the parity of its turn there."""
-    return it % STAGES, it // STAGES & 1
+    if STAGES & (STAGES - 1) == 0:  # bits, where signed division would take more
+        return it & (STAGES - 1), (it & STAGES) // STAGES
+    else:
+        return it % STAGES, it // STAGES & 1
 
 
 # ------------------------------------------------------------------------------- producer
