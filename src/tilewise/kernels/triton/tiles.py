@@ -332,10 +332,9 @@ def visible(i, j, MASK):
     """Whether row i sees key j, for tensors of indices that broadcast; keys past the end never."""
     seqlen_q, seqlen_k, window_left, window_right = MASK
     d = i + (seqlen_k - seqlen_q)
-    last = seqlen_k - 1
-    if window_right is not None:
-        last = tl.minimum(d + window_right, last)  # one comparison for both ends of the keys
-    seen = j <= last
+    seen = j < seqlen_k
     if window_left is not None:
         seen = seen & (j >= d - window_left)
+    if window_right is not None:
+        seen = seen & (j <= d + window_right)
     return seen
