@@ -22,7 +22,8 @@ def ordered(inputs):
 
 @pytest.mark.parametrize("case", SUPPORTED, ids=lambda c: c.id)
 def test_the_case_table(case, assert_gradients_agree):
-    for sq, sk, d in ((33, 49, 128), (150, 200, 64), (150, 200, 256)):
+    # values of another width are 8 wider, and 256 is the most
+    for sq, sk, d in ((33, 49, 128), (150, 200, 64), (150, 200, 248)):
         sized = replace(case, seqlen_q=sq, seqlen_k=sk, head_dim=d)
         assert_gradients_agree(ordered(make_inputs(sized, torch.float16, "cpu")))
 
