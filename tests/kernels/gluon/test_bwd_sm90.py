@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from tilewise.backends.gluon import counters
+from tilewise.arguments import Options, dense_call
+from tilewise.backends.gluon import bwd, bwd_two_pass, counters
+from tilewise.ops.schema import describe
 
 from . import emulator
 from .test_fwd_sm90 import INF, NAN, packed, qkv
@@ -62,6 +64,25 @@ def test_grouped_heads_and_batches(dtype, heads, assert_gradients_agree):
 )
 def test_what_changes_scores(options, d, assert_gradients_agree):
     assert_gradients_agree(qkv(140, 170, d=d) | {"causal": True} | options)
+
+
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("lengths", [(64, 64), (16, 130)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "dropout_p"), [(torch.float16, 0.99), (torch.bfloat16, 0.99999)], ids=str
+)
+def test_dropout_that_leaves_next_to_nothing(dtype, dropout_p, lengths, d, assert_gradients_agree):
+    """dS of a row without a weight is -P dlse, and the kernels make it times 1 - dropout_p."""
+    inputs = qkv(*lengths, d=d, dtype=dtype)
+    assert_gradients_agree(inputs | {"dropout_p": dropout_p, "seed": 3})
+
+
+@pytest.mark.parametrize("d", [64, 256])
+def test_float16_of_more_dropout_is_not_for_these_kernels(d):
+    options = Options(dropout_p=0.999, seed=3)
+    for dtype, taken in ((torch.float16, False), (torch.bfloat16, True)):
+        problem = describe(*dense_call(**qkv(8, 8, d=d, dtype=dtype), options=options), True)
+        assert (bwd.takes(problem) or bwd_two_pass.takes(problem)) == taken
 
 
 @pytest.mark.parametrize("d", [64, 128])

@@ -18,7 +18,7 @@ from ..triton.bwd import NAMES, preprocess, room_like, statistics
 from ..triton.launch import Call, Launch, Of, Plan
 from ..triton.operands import operand_gradients
 from . import counters
-from .bwd import grad_scale, one_pass
+from .bwd import grad_scale, leaves_digits, one_pass
 from .fwd import unfit_for_tma, widths
 
 KEYS: int = _KEYS.value
@@ -30,7 +30,8 @@ BACKWARD = (*NAMES, "counter")
 def takes(p: AttentionProblem) -> bool:
     """Whether a call goes this way: heads too wide for the one pass, and additions in one order."""
     wide = max(p.head_dim, p.head_dim_v) > 128
-    return (wide or p.deterministic) and p.batch * p.nheads * p.seqlen_q * p.seqlen_k > 0
+    some = p.batch * p.nheads * p.seqlen_q * p.seqlen_k > 0
+    return (wide or p.deterministic) and some and leaves_digits(p)
 
 
 def backward(
