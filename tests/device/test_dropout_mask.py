@@ -19,9 +19,9 @@ def unit_vectors(rows, width, heads, dtype):
     return x[None, :, None].expand(B, rows, heads, width).contiguous()
 
 
-def expected(seed, rows=SQ, cols=SK):
+def expected(seed, rows=SQ, cols=SK, p=P):
     return keep_mask(
-        seed, P, batches=range(B), heads=range(H), rows=range(rows), cols=range(cols)
+        seed, p, batches=range(B), heads=range(H), rows=range(rows), cols=range(cols)
     ).cuda()
 
 
@@ -36,6 +36,16 @@ def test_forward(dtype, seed, triton_engine, loads):
     v = unit_vectors(SK, SK, H, dtype)
     got = results({"q": q, "k": k, "v": v}, dropout_p=P, seed=seed, **triton_engine)["out"]
     assert torch.equal(got.transpose(1, 2) != 0, expected(seed))
+
+
+@pytest.mark.parametrize("p", [1e-6, 0.5, 0.7, 0.9999])
+@pytest.mark.parametrize("dtype", HALF, ids=name_of)
+def test_forward_of_any_probability(dtype, p, triton_engine):
+    q = torch.zeros(B, SQ, H, 16, dtype=dtype, device="cuda")
+    k = torch.zeros(B, SK, H, 16, dtype=dtype, device="cuda")
+    v = unit_vectors(SK, SK, H, dtype)
+    got = results({"q": q, "k": k, "v": v}, dropout_p=p, seed=7, **triton_engine)["out"]
+    assert torch.equal(got.transpose(1, 2) != 0, expected(7, p=p))
 
 
 @pytest.mark.parametrize("seed", SEEDS)

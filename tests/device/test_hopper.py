@@ -93,6 +93,15 @@ def test_every_feature_of_the_two_pass_backward(case, dtype, d, assert_agrees):
         assert_agrees(make_inputs(sized, dtype, "cuda") | {"deterministic": True}, GLUON)
 
 
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("dtype", HALF, ids=name_of)
+@pytest.mark.parametrize("dropout_p", [1e-6, 0.5, 0.7, 0.99, 0.9999])
+def test_dropout_of_any_probability(dropout_p, dtype, d, assert_gradients_agree):
+    """The threshold of a lane of 16 bits goes from 0, which drops nothing, to nearly 2^16."""
+    inputs = qkv(2, 150, 200, 4, 2, d=d, dtype=dtype)
+    assert_gradients_agree(inputs | {"dropout_p": dropout_p, "seed": 5, "causal": True})
+
+
 CALLS = {
     "causal_varlen_gqa": lambda: (
         packed([1536, 700, 1, 900], [1536, 901, 77, 640], h=8, hk=2) | {"causal": True}
