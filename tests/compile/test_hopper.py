@@ -75,6 +75,7 @@ def test_a_feature_of_the_one_pass_backward(
 ) -> None:
     features = [*more, feature] + ["varlen"] * (feature == "seqused")
     answer = compiler(kernel="bwd_sm90", head_dim=head_dim, mask="causal", features=features)
+    # dropout at d 128: 26 in a loop of 738 instructions, which is faster than 10 in one of 882 was
     check(answer, 4, 32 if feature in ("softcap", "dropout") else 24)
 
 
