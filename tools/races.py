@@ -22,35 +22,58 @@ from functools import cache
 from pathlib import Path
 
 KERNELS = Path(__file__).resolve().parents[1] / "src/tilewise/kernels/gluon"
-_PLACE = re.compile(r"access at (\w+)\+0x[0-9a-f]+ in (\S+\.py):(\d+)")
-_SUMMARY = re.compile(
-    r"RACECHECK SUMMARY: (\d+) hazards displayed \((\d+) errors, (\d+) warnings\)"
-)
+Access = tuple[str, str, str, int]  # "Read" or "Write", kernel, file, line
+
+_SAID = re.compile(r"^=========(.*)$", re.MULTILINE)
+_HEAD = re.compile(r"Error: Race reported between (.+)")
+_MORE = re.compile(r"    and (.+) \[\d+ hazards?\]")
+_ACCESS = re.compile(r"(Read|Write) access at (\w+)\+0x[0-9a-f]+ in (\w+\.py):(\d+)")
+_SUMMARY = re.compile(r"RACECHECK SUMMARY: (\d+) hazards? displayed \((\d+) errors?, 0 warnings\)")
 
 
 def unexplained(output: str) -> list[str]:
-    """Those of racecheck's reports that are neither of the two kinds; and a sentence if it left
-    reports out, or said nothing of how many there are."""
-    blocks = re.split(r"^=+ *$", output, flags=re.MULTILINE)
-    reports = [block.strip() for block in blocks if "Race reported" in block]
-    found = [report for report in reports if not _explained(report)]
-    summary = _SUMMARY.search(output)
-    if summary is None:
-        return [*found, "racecheck did not end with its summary"]
-    displayed, errors, warnings = map(int, summary.groups())
-    if displayed != errors + warnings or displayed != len(reports):
-        found.append(f"{len(reports)} of {errors + warnings} reports were read")
+    """Whatever racecheck says in ``output`` but explained reports and, once, how many reports there
+    are; and a sentence if that is not how many were read."""
+    found: list[str] = []
+    reports: list[list[str]] = []  # the accesses of each
+    totals: list[int] = []
+    for said in (line.strip("\r") for line in _SAID.findall(output)):
+        if head := _HEAD.search(said):
+            reports.append([head[1]])
+        elif (more := _MORE.search(said)) and reports:
+            reports[-1].append(more[1])
+        elif summary := _SUMMARY.search(said):
+            totals += [int(summary[1]), int(summary[2])]
+        elif said.strip() not in ("", "COMPUTE-SANITIZER"):
+            found.append(said.strip())
+    found += [" and ".join(accesses) for accesses in reports if not _explained(accesses)]
+    if totals != [len(reports)] * 2:
+        found.append(f"{len(reports)} reports were read, and the summaries say {totals}")
     return found
 
 
-def _explained(report: str) -> bool:
-    places = [(kernel, file, int(line)) for kernel, file, line in _PLACE.findall(report)]
-    if len(places) != report.count(" access at "):
+def _explained(accesses: list[str]) -> bool:
+    """Whether one access races with others of the other kind, in one kernel, at places that the
+    first lines of this file name."""
+    matches = [_ACCESS.fullmatch(access) for access in accesses]
+    places = [(m[1], m[2], m[3], int(m[4])) for m in matches if m is not None]
+    first, *others = [kind for kind, *_ in places] or [""]
+    one_kernel = len({kernel for _, kernel, *_ in places}) == 1
+    if len(places) != len(accesses) or not others or first in others or not one_kernel:
         return False
-    tile = {*_lines("schedule.py", "announce"), *_lines("schedule.py", "told")}
-    if all(file == "schedule.py" and line in tile for _kernel, file, line in places):
-        return True
-    return all(line in _lines(file, kernel, "warp_specialize") for kernel, file, line in places)
+    return all(map(_tells_a_tile, places)) or all(map(_starts_warp_groups, places))
+
+
+def _tells_a_tile(access: Access) -> bool:
+    kind, kernel, file, line = access
+    function = "announce" if kind == "Write" else "told"
+    of_ours = any(_lines(path.name, kernel, "warp_specialize") for path in KERNELS.glob("*.py"))
+    return of_ours and file == "schedule.py" and line in _lines(file, function)
+
+
+def _starts_warp_groups(access: Access) -> bool:
+    _, kernel, file, line = access
+    return line in _lines(file, kernel, "warp_specialize")
 
 
 @cache
