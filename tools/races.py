@@ -8,8 +8,8 @@ therefore reported in every kernel with warp groups, though they are ordered:
   stores and arrives at ``full``; a consumer's threads wait for ``full``, load, meet at the barrier
   of their warp group, and one of them arrives at ``empty``;
 - what each warp group shall run, a byte that Triton's ``warp_specialize`` stores: the groups wait
-  for a barrier of all of them before they read it and after, and the reports name lines of the
-  kernel's own function, which says nothing else through shared memory.
+  for a barrier of all of them before they read it and after, and the reports name the kernel's
+  first line, or those from ``warp_specialize`` on.
 
 Any other report is a fault until it is explained here.
 """
@@ -73,7 +73,16 @@ def _tells_a_tile(access: Access) -> bool:
 
 def _starts_warp_groups(access: Access) -> bool:
     _, kernel, file, line = access
-    return line in _lines(file, kernel, "warp_specialize")
+    return line in _dispatch(file, kernel)
+
+
+@cache
+def _dispatch(file: str, kernel: str) -> set[int]:
+    """The first line of a kernel with warp groups, and those from their start on."""
+    body = _lines(file, kernel, "warp_specialize")
+    text = (KERNELS / file).read_text(encoding="utf-8").splitlines() if body else []
+    starts = [line for line in body if "gl.warp_specialize(" in text[line - 1]]
+    return {body[0], *range(starts[0], body[-1] + 1)} if starts else set()
 
 
 @cache

@@ -161,10 +161,11 @@ def main() -> int:
             output = process.communicate()[0]
             status = process.returncode
             verdict = {0: "nothing found", FOUND: "FOUND ERRORS"}.get(status, f"failed: {status}")
-            if tool == "racecheck" and status == FOUND:
-                faults = unexplained(output) if DONE in output else [output]
-                if not faults:
-                    status, verdict = 0, f"{output.count('Race reported')} reports, all explained"
+            if tool == "racecheck" and status in (0, FOUND):
+                faults = unexplained(output) if DONE in output else [output or "no output"]
+                status = FOUND if faults else 0
+                count = output.count("Race reported")
+                verdict = "FOUND ERRORS" if faults else f"{count} reports, all explained"
                 output = "\n\n".join(faults)
             print(f"{tool or 'without a tool'}, {name}: {verdict}", flush=True)
             if status:

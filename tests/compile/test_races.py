@@ -41,7 +41,11 @@ def test_what_warp_groups_say_to_each_other_is_explained(file):
 
 
 FORWARD = "flash_fwd_sm90_kernel"
-LINES = {"kernel": _lines("fwd_sm90.py", FORWARD)[0], "step": _lines("fwd_sm90.py", "_step")[0] + 5}
+LINES = {
+    "init": _lines("fwd_sm90.py", FORWARD)[0] + 85,
+    "kernel": _lines("fwd_sm90.py", FORWARD)[0],
+    "step": _lines("fwd_sm90.py", "_step")[0] + 5,
+}
 
 
 @pytest.mark.parametrize(
@@ -58,6 +62,7 @@ LINES = {"kernel": _lines("fwd_sm90.py", FORWARD)[0], "step": _lines("fwd_sm90.p
         [("Write", FORWARD, "schedule.py:25"), ("Read", "flash_bwd_sm90_kernel", "schedule.py:33")],
         [("Write", FORWARD, "schedule.py:25")],
         [("Read", FORWARD, "fwd_sm90.py:{kernel}"), ("Write", FORWARD, "fwd_sm90.py:{step}")],
+        [("Read", FORWARD, "fwd_sm90.py:{kernel}"), ("Write", FORWARD, "fwd_sm90.py:{init}")],
         [("Write", FORWARD, "fwd_sm90.py:{kernel}"), ("Write", FORWARD, "fwd_sm90.py:{kernel}")],
         [("Read", FORWARD, "fwd_sm90.py:{kernel}"), ("Write", "flash_fwd_kernel", "fwd.py:100")],
         [("Read", "other", "fwd_sm90.py:{kernel}"), ("Write", "other", "fwd_sm90.py:{kernel}")],
