@@ -1,8 +1,8 @@
 """What compute-sanitizer's racecheck reports of the Hopper kernels, told apart.
 
-racecheck follows ``bar.sync`` of all threads, and neither named barriers between warp groups nor
-mbarriers. Two things that warp groups say to each other through plain stores to shared memory are
-therefore reported in every kernel with warp groups, though they are ordered:
+racecheck does not seem to follow the barriers between warp groups. Two things that these say to
+each other through plain stores to shared memory are reported in every kernel that has them, though
+they are ordered, as its PTX shows:
 
 - the number of the next tile (``kernels/gluon/schedule.py``): the producer waits for ``empty``,
   stores and arrives at ``full``; a consumer's threads wait for ``full``, load, meet at the barrier

@@ -27,6 +27,9 @@ def _kernel_of(file):
     return f"flash_{Path(file).stem}_kernel"
 
 
+STORED = f"schedule.py:{_lines('schedule.py', 'announce')[1] - 1}"
+LOADED = f"schedule.py:{_lines('schedule.py', 'told')[1] - 1}"
+CHOSEN = f"schedule.py:{_lines('schedule.py', 'step_tile')[0] + 4}"
 FILES = ("fwd_sm90.py", "bwd_sm90.py", "bwd_dq_sm90.py", "bwd_dkdv_sm90.py")
 
 
@@ -36,13 +39,13 @@ def test_what_warp_groups_say_to_each_other_is_explained(file):
     first, last = _lines(file, kernel)
     output = _report(
         ("Read", kernel, f"{file}:{first}"), ("Write", kernel, f"{file}:{last}")
-    ) + _report(("Write", kernel, "schedule.py:25"), ("Read", kernel, "schedule.py:33"))
+    ) + _report(("Write", kernel, STORED), ("Read", kernel, LOADED))
     assert unexplained(output + SUMMARY.format(2)) == []
 
 
 FORWARD = "flash_fwd_sm90_kernel"
 LINES = {
-    "init": _lines("fwd_sm90.py", FORWARD)[0] + 85,
+    "init": (KERNELS / "fwd_sm90.py").read_text().split("mbarrier.init(")[0].count("\n") + 1,
     "kernel": _lines("fwd_sm90.py", FORWARD)[0],
     "step": _lines("fwd_sm90.py", "_step")[0] + 5,
 }
@@ -51,16 +54,16 @@ LINES = {
 @pytest.mark.parametrize(
     "accesses",
     [
-        [("Read", FORWARD, "schedule.py:33"), ("Write", FORWARD, "rows.py:40")],
-        [("Read", FORWARD, "schedule.py:33"), ("Write", FORWARD, "schedule.py:13")],
-        [("Read", FORWARD, "schedule.py:33"), ("Write", FORWARD, "elsewhere/schedule.py:25")],
-        [("Write", FORWARD, "schedule.py:25"), ("Write", FORWARD, "schedule.py:25")],
+        [("Read", FORWARD, LOADED), ("Write", FORWARD, "rows.py:40")],
+        [("Read", FORWARD, LOADED), ("Write", FORWARD, CHOSEN)],
+        [("Read", FORWARD, LOADED), ("Write", FORWARD, f"elsewhere/{STORED}")],
+        [("Write", FORWARD, STORED), ("Write", FORWARD, STORED)],
         [
-            ("Write", "another_kernel", "schedule.py:25"),
-            ("Read", "another_kernel", "schedule.py:33"),
+            ("Write", "another_kernel", STORED),
+            ("Read", "another_kernel", LOADED),
         ],
-        [("Write", FORWARD, "schedule.py:25"), ("Read", "flash_bwd_sm90_kernel", "schedule.py:33")],
-        [("Write", FORWARD, "schedule.py:25")],
+        [("Write", FORWARD, STORED), ("Read", "flash_bwd_sm90_kernel", LOADED)],
+        [("Write", FORWARD, STORED)],
         [("Read", FORWARD, "fwd_sm90.py:{kernel}"), ("Write", FORWARD, "fwd_sm90.py:{step}")],
         [("Read", FORWARD, "fwd_sm90.py:{kernel}"), ("Write", FORWARD, "fwd_sm90.py:{init}")],
         [("Write", FORWARD, "fwd_sm90.py:{kernel}"), ("Write", FORWARD, "fwd_sm90.py:{kernel}")],
@@ -74,7 +77,7 @@ def test_anything_else_is_not(accesses):
     assert all(place.format(**LINES) in found for _, _, place in accesses)
 
 
-TILE = ("Write", FORWARD, "schedule.py:25"), ("Read", FORWARD, "schedule.py:33")
+TILE = ("Write", FORWARD, STORED), ("Read", FORWARD, LOADED)
 
 
 @pytest.mark.parametrize(
