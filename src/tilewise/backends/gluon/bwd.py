@@ -141,7 +141,6 @@ def one_pass(p: AttentionProblem, call: Call) -> Launch:
         "grad_scale": grad_scale(p),
         "BLOCK_D": block_d,
         "STAGES": 3 if block_d == 64 or not with_dq else 2,
-        "BY_MBARRIER": p.mask.window_right is not None,
         "CONSUMER_REGISTERS": 240,
         "PRODUCER_REGISTERS": 24,
         "APPROX_TANH": launch.approx_tanh(t.q),

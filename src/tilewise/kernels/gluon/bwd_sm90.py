@@ -6,32 +6,22 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
 )
 
-from ..triton import score, tiles
+from ..triton import tiles
 from .barriers import retire
-from .bwd_steps_sm90 import (
-    KEYS,
-    ROWS,
-    dq_of,
-    in_register_order,
-    narrow_step,
-    place_of_dq,
-    rows_of_stage,
-    wide_step,
-)
+from .bwd_narrow_sm90 import narrow_begin, narrow_end, narrow_step
+from .bwd_steps_sm90 import KEYS, ROWS, slope_at
+from .bwd_wide_sm90 import wide_begin, wide_end, wide_step
 from .gradient import block_of_keys, statistics_place
-from .ptx import bar_sync, opaque_zero
+from .ptx import bar_sync
 from .rows import clear_slack, load_clear, load_with_statistic, store_tile
 from .schedule import announce, step_tile, told
-from .tma import async_add, async_load, store_wait
+from .tma import async_load, store_wait
 from .twins import twin
 
 keys_of = twin(tiles.keys_of)
 rows_of = twin(tiles.rows_of)
-slope_of = twin(score.slope_of)
 
 # TENSORS, BUFFERS and the like are as ``bwd_steps_sm90`` says.
 LEAD: gl.constexpr = gl.constexpr(4)  # blocks of rows to go when the next tile is chosen
@@ -82,7 +72,7 @@ def _load_tile(GIVEN, tile, counter, num_tiles, it, turn, cleared, TILE: gl.cons
     """Q, dO and their statistics, block by block; K and V after the first one, each as soon as the
     tile before has left room for it. Some blocks before the end the next tile is chosen: late, so
     that it goes to a program that has time, and early enough not to be waited for."""
-    TENSORS, BUFFERS, BARRIERS, SIZES, PACKED = GIVEN
+    TENSORS, BUFFERS, BARRIERS, SIZES, PACKED = GIVEN[0:5]
     BLOCK_D: gl.constexpr = TILE[0]
     VALUE_STAGES: gl.constexpr = _value_stages(BLOCK_D)
     k_full, v_full, clear = BARRIERS[0], BARRIERS[1], BARRIERS[6]
@@ -153,7 +143,7 @@ def _load_rows(
     GIVEN, FOUND, head, m_start, it, cleared, MAY_CLEAR: gl.constexpr, TILE: gl.constexpr
 ):
     """One block of rows, the program's number ``it``."""
-    TENSORS, BUFFERS, BARRIERS, SIZES, PACKED = GIVEN
+    TENSORS, BUFFERS, BARRIERS, SIZES, PACKED = GIVEN[0:5]
     BLOCK_D: gl.constexpr = TILE[0]
     STAGES: gl.constexpr = TILE[1]
     q_full, dout_full, empty, clear = BARRIERS[2], BARRIERS[3], BARRIERS[4], BARRIERS[6]
@@ -242,29 +232,19 @@ def _turned(m_start, begin, m_from, m_to, TILE: gl.constexpr):
 
 @gluon.jit
 def _visit(
-    STATE, k_a, v_a, m_from, m_to, GIVEN, PLACE, SCORE, MASK, DROPOUT,
-    CUT: gl.constexpr, CONSUMER: gl.constexpr, TILE: gl.constexpr, APPROX_TANH: gl.constexpr,
+    STATE, m_from, m_to, skip, HALF, GIVEN, PLACE, CUT: gl.constexpr, CONSUMER: gl.constexpr,
+    TILE: gl.constexpr,
 ):  # fmt: skip
-    """The blocks of rows of [m_from, m_to). A loop with a branch for those that are cut would be
-    slower: ptxas orders nothing across a branch."""
-    x, dk, dv, st, parity, bit, dq_row, left = STATE
-    for m in range(m_from, m_to, ROWS):
+    """A step for each block of rows of [m_from, m_to), without ``skip`` rows. A loop with a branch
+    for those that are cut would be slower: ptxas orders nothing across a branch."""
+    state = STATE
+    for m in range(m_from + skip, m_to, ROWS):
         m_start = _turned(m, PLACE[5], m_from, m_to, TILE)
-        state = x, dk, dv, st, parity, bit, dq_row, left
-        dq_next = dq_row
-        if GIVEN[0][6] is not None:
-            dq_next = place_of_dq(PLACE, m_start, GIVEN, CONSUMER, TILE)
         if TILE[0] == 64:
-            x, dk, dv, st, parity, bit, dq_row, left = narrow_step(
-                state, k_a, v_a, dq_next, m_start, GIVEN, PLACE, SCORE, MASK, DROPOUT,
-                CUT, CONSUMER, TILE, APPROX_TANH,
-            )  # fmt: skip
+            state = narrow_step(state, m_start, HALF, GIVEN, PLACE, CUT, CONSUMER, TILE)
         else:
-            x, dk, dv, st, parity, bit, dq_row, left = wide_step(
-                state, dq_next, m_start, GIVEN, PLACE, SCORE, MASK, DROPOUT, CUT,
-                CONSUMER, TILE, APPROX_TANH,
-            )  # fmt: skip
-    return x, dk, dv, st, parity, bit, dq_row, left
+            state = wide_step(state, m_start, GIVEN, PLACE, True, CUT, CONSUMER, TILE)
+    return state
 
 
 @gluon.jit
@@ -275,26 +255,18 @@ def _columns(x, HALF: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def _consume(
-    GIVEN, OPERANDS, RESULTS, num_tiles, CONSUMER: gl.constexpr, TILE: gl.constexpr,
-    APPROX_TANH: gl.constexpr,
-):  # fmt: skip
+def _consume(GIVEN, RESULTS, num_tiles, CONSUMER: gl.constexpr, TILE: gl.constexpr):
     """A warpgroup: 64 keys of each tile."""
-    TENSORS, BUFFERS, BARRIERS, SIZES, PACKED = GIVEN
+    TENSORS, BUFFERS, BARRIERS, SIZES, PACKED, OPERANDS = GIVEN
     BLOCK_D: gl.constexpr = TILE[0]
     NARROW: gl.constexpr = BLOCK_D == 64
-    DQ: gl.constexpr = TENSORS[6] is not None
     dtype: gl.constexpr = TENSORS[0].dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     a_layout: gl.constexpr = gl.DotOperandLayout(0, s_layout, 2)
-    plain: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
-    softmax_scale, grad_scale, softcap, alibi_slopes, slope_strides = OPERANDS[0:5]
-    seed, dropout_threshold, keep_scale = OPERANDS[5:8]
     dk_rows, dv_rows, dk_strides, dv_strides = RESULTS
-    k_s, v_s, ds_s, dq_s = BUFFERS[2], BUFFERS[3], BUFFERS[6], BUFFERS[7]
-    k_full, v_full, q_full, ds_full = BARRIERS[0], BARRIERS[1], BARRIERS[2], BARRIERS[5]
-    k_empty, v_empty = BARRIERS[7], BARRIERS[10]
+    k_s, v_s, ds_s = BUFFERS[2], BUFFERS[3], BUFFERS[6]
+    k_full, v_full, k_empty, v_empty = BARRIERS[0], BARRIERS[1], BARRIERS[7], BARRIERS[10]
     VALUE_STAGES: gl.constexpr = _value_stages(BLOCK_D)
     CUT_ON_THE_RIGHT: gl.constexpr = 2 if TILE[3] == 2 else 0  # where in a tile such blocks are
     st, parity, bit = 0, 0, 0
@@ -323,84 +295,61 @@ def _consume(
         if NARROW:
             mbarrier.arrive(v_empty.index(value_slot ^ 1), count=1, pred=turn > 0)
         if m0 < m3:
-            mbarrier.wait(q_full.index(st), parity)
-            nothing = gl.full([64, ROWS], 0.0, gl.float32, s_layout)
-            k = k_s.index(keys + CONSUMER).reshape([64, BLOCK_D])
-            q, _do = rows_of_stage(BUFFERS, st, BLOCK_D)
-            x = warpgroup_mma(k, q.permute([1, 0]), nothing, use_acc=False, is_async=True)
-            if not NARROW:
-                mbarrier.wait(v_full.index(0), value_phase)
-            # the first step adds zeros in place of dQ of a block before
-            k_a, v_a = None, None
-            if NARROW:
-                k_a = k.load(a_layout)
-                v_a = v_s.index(keys + CONSUMER).reshape([64, BLOCK_D]).load(a_layout)
             first = head_kv * SIZES[2]
-            dq_row = 0
-            if DQ:
-                if NARROW:
-                    ds_s.index(bit * 2 + CONSUMER).store(gl.full([64, ROWS], 0.0, dtype, plain))
-                    fence_async_shared()
-                    mbarrier.arrive(ds_full, count=1)
-                    bit ^= 1
-                else:
-                    dq_s.index(CONSUMER).store(gl.full([BLOCK_D, 32], 0.0, gl.float32, plain))
-                dq_row = place_of_dq((batch_id, first, start_q, n_start), m0, GIVEN, CONSUMER, TILE)
-            left = (m3 - m0) // ROWS * SIZES[2]
+            FIRST = (
+                batch_id, first, start_q, n_start, keys, begin,
+                slope_at(OPERANDS, batch_id, first), MASK,
+            )  # fmt: skip
+            m_start = _turned(m0, begin, m0, m3, TILE)
             whole = m3
             if SIZES[9] is not None:
                 whole = m2
-            for head in range(first, first + SIZES[2]):
-                SCORE = (
-                    softmax_scale,
-                    softcap,
-                    None
-                    if alibi_slopes is None
-                    else slope_of(alibi_slopes, slope_strides, batch_id, head),
-                    None,
-                    None,
-                    0,
-                    0,
-                    None,
+            HALF = None
+            if NARROW:
+                HALF = (
+                    k_s.index(keys + CONSUMER).reshape([64, BLOCK_D]).load(a_layout),
+                    v_s.index(keys + CONSUMER).reshape([64, BLOCK_D]).load(a_layout),
                 )
-                DROPOUT = seed, dropout_threshold, head, batch_id
-                PLACE = batch_id, head, start_q, n_start, keys, begin
-                state = x, dk, dv, st, parity, bit, dq_row, left
+                left = (m3 - m0) // ROWS * SIZES[2]
+                state = narrow_begin(
+                    dk, dv, st, parity, bit, m_start, left, HALF, GIVEN, FIRST, CONSUMER, TILE
+                )
+            else:
+                state = wide_begin(dk, dv, st, parity, bit, m_start, GIVEN, FIRST, CONSUMER, TILE)
+                mbarrier.wait(v_full.index(0), value_phase)
+            for head in range(first, first + SIZES[2]):
+                PLACE = (
+                    batch_id, head, start_q, n_start, keys, begin,
+                    slope_at(OPERANDS, batch_id, head), MASK,
+                )  # fmt: skip
+                # wide heads: P^T of the tile's first block is there, and the end makes up for it
+                skip = 0 if NARROW else gl.where(head == first, ROWS, 0)
                 for part in gl.static_range(3):
                     if part == CUT_ON_THE_RIGHT:
                         state = _visit(
-                            state, k_a, v_a, m0, m1, GIVEN, PLACE, SCORE, MASK, DROPOUT,
-                            True, CONSUMER, TILE, APPROX_TANH,
-                        )  # fmt: skip
+                            state, m0, m1, skip, HALF, GIVEN, PLACE, True, CONSUMER, TILE
+                        )
+                        skip = 0 if NARROW else gl.where(m0 < m1, 0, skip)
                     elif part == 1:
                         state = _visit(
-                            state, k_a, v_a, m1, whole, GIVEN, PLACE, SCORE, MASK, DROPOUT,
-                            False, CONSUMER, TILE, APPROX_TANH,
-                        )  # fmt: skip
+                            state, m1, whole, skip, HALF, GIVEN, PLACE, False, CONSUMER, TILE
+                        )
+                        skip = 0 if NARROW else gl.where(m1 < whole, 0, skip)
                     elif SIZES[9] is not None:
                         state = _visit(
-                            state, k_a, v_a, whole, m3, GIVEN, PLACE, SCORE, MASK, DROPOUT,
-                            True, CONSUMER, TILE, APPROX_TANH,
-                        )  # fmt: skip
-                x, dk, dv, st, parity, bit, dq_row, left = state
-            x, dk = warpgroup_mma_wait(0, deps=[x, dk])
-            if not NARROW:
+                            state, whole, m3, skip, HALF, GIVEN, PLACE, True, CONSUMER, TILE
+                        )
+            if NARROW:
+                dk, dv, st, parity, bit = narrow_end(state, GIVEN, FIRST, CONSUMER, TILE)
+            else:
+                dk, dv, st, parity, bit = wide_end(state, GIVEN, FIRST, CONSUMER, TILE)
                 mbarrier.arrive(v_empty.index(0), count=1)
-            if DQ:
-                if NARROW:
-                    mbarrier.wait(ds_full, bit)
-                    dq = dq_of(ds_s, k_s, keys, bit ^ 1, opaque_zero(st), CONSUMER, BLOCK_D)
-                    dq = warpgroup_mma_wait(0, deps=[dq])
-                    store_wait(0)
-                    dq_s.index(CONSUMER).store(in_register_order(dq, BLOCK_D // 2))
-                fence_async_shared()
-                async_add(TENSORS[6], [dq_row, 0], dq_s.index(CONSUMER))
         elif not NARROW:
             mbarrier.wait(v_full.index(0), value_phase)
             mbarrier.arrive(v_empty.index(0), count=1)
-        dk = dk * grad_scale
-        if seed is not None:
-            dv = dv * keep_scale
+        dk = dk * OPERANDS[1]
+        if OPERANDS[5] is not None:
+            dv = dv * OPERANDS[7]
         VARLEN: gl.constexpr = PACKED[1] is not None
         bar_sync(9, 256)  # the other warpgroup has read K and dS too
         if NARROW:  # dV leaves through this warpgroup's half of V, which no other reads
@@ -482,7 +431,6 @@ def flash_bwd_sm90_kernel(
     keep_scale,
     BLOCK_D: gl.constexpr,
     STAGES: gl.constexpr,
-    BY_MBARRIER: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
     APPROX_TANH: gl.constexpr,
@@ -503,7 +451,7 @@ def flash_bwd_sm90_kernel(
     ORDER: gl.constexpr = _order(
         BLOCK_D, window_left is not None, window_right is not None, softcap is not None, dq is None
     )
-    TILE: gl.constexpr = (BLOCK_D, STAGES, BY_MBARRIER, ORDER)
+    TILE: gl.constexpr = (BLOCK_D, STAGES, APPROX_TANH, ORDER)
     VALUE_STAGES: gl.constexpr = _value_stages(BLOCK_D)
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, ROWS], q.dtype)
     q_s = gl.allocate_shared_memory(q.dtype, [STAGES, 1, ROWS, 1, BLOCK_D], q.layout)
@@ -567,11 +515,11 @@ def flash_bwd_sm90_kernel(
         keep_scale,
     )  # fmt: skip
     RESULTS = dk_rows, dv_rows, dk_strides, dv_strides
-    given = TENSORS, BUFFERS, BARRIERS, SIZES, PACKED
+    given = TENSORS, BUFFERS, BARRIERS, SIZES, PACKED, OPERANDS
     gl.warp_specialize(
         [
-            (_consume, (given, OPERANDS, RESULTS, num_tiles, 0, TILE, APPROX_TANH)),
-            (_consume, (given, OPERANDS, RESULTS, num_tiles, 1, TILE, APPROX_TANH)),
+            (_consume, (given, RESULTS, num_tiles, 0, TILE)),
+            (_consume, (given, RESULTS, num_tiles, 1, TILE)),
             (_produce, (given, counter, num_tiles, TILE)),
         ],
         [4, 1],

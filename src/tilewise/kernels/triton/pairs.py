@@ -13,12 +13,6 @@ _FACTORS = (
 )
 _FACTORS_F16: tl.constexpr = tl.constexpr(_FACTORS + "0x3C00; }")
 _FACTORS_BF16: tl.constexpr = tl.constexpr(_FACTORS + "0x3F80; }")
-_TURNS = "{ .reg .b32 two, one; mov.b32 two, 0x40004000; mov.b32 one, "
-_TURNS_F16: tl.constexpr = tl.constexpr(_TURNS + "0xBC00BC00; fma.rn.f16x2 $0, $1, two, one; }")
-_TURNS_BF16: tl.constexpr = tl.constexpr(_TURNS + "0xBF80BF80; fma.rn.bf16x2 $0, $1, two, one; }")
-_NONZERO = "{ .reg .b32 zero; mov.b32 zero, 0; set.neu."
-_NONZERO_F16: tl.constexpr = tl.constexpr(_NONZERO + "f16x2.f16x2 $0, $1, zero; }")
-_NONZERO_BF16: tl.constexpr = tl.constexpr(_NONZERO + "bf16x2.bf16x2 $0, $1, zero; }")
 
 
 @triton.jit
@@ -52,19 +46,11 @@ def times(p, factor):
 
 
 @triton.jit
-def nonzero(x):
-    """1 where x is not 0, else 0; computed where it stands, so that x alone takes registers
-    before."""
+def positive(p, dtype: tl.constexpr):
+    """p, float32, rounded to ``dtype``; 0 where it is negative."""
     return tl.inline_asm_elementwise(
-        _NONZERO_F16 if x.dtype == tl.float16 else _NONZERO_BF16,
-        "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2,
-    )  # fmt: skip
-
-
-@triton.jit
-def turns(factor):
-    """1 where factor is 1, -1 where it is 0."""
-    return tl.inline_asm_elementwise(
-        _TURNS_F16 if factor.dtype == tl.float16 else _TURNS_BF16,
-        "=r,r", [factor], dtype=factor.dtype, is_pure=True, pack=2,
+        "cvt.rn.relu.f16x2.f32 $0, $2, $1;" if dtype == tl.float16
+        else "cvt.rn.relu.bf16x2.f32 $0, $2, $1;",
+        "=r,f,f", [p], dtype=tl.float16 if dtype == tl.float16 else tl.bfloat16, is_pure=True,
+        pack=2,
     )  # fmt: skip
