@@ -449,11 +449,11 @@ def _philox(DROPOUT: Any, c0: Any, c1: Any) -> Any:
     return [w.as_subclass(Word) for w in words]
 
 
-def _stays(words: Any, DROPOUT: Any) -> torch.Tensor:
+def _factors(p: Any, words: Any, DROPOUT: Any) -> Tile:
     """Of two neighbours, who have one word, the first has its lower lane."""
-    columns = torch.arange(words.shape[-1])
+    columns = torch.arange(p.shape[-1])
     lanes = torch.where(columns % 2 == 0, words & 0xFFFF, words >> 16)
-    return torch.as_tensor(lanes) >= int(DROPOUT[1])
+    return tile((torch.as_tensor(lanes) >= int(DROPOUT[1])).to(p.dtype))
 
 
 def _exchange(w00: Any, w01: Any, w10: Any, w11: Any, odd: Any) -> Any:
@@ -477,10 +477,10 @@ def _add(part: torch.Tensor, x: torch.Tensor) -> None:
 # What is asm, or words of 32 bits, in a kernel, by the name of its function.
 _ASM = {
     "philox": _philox,
-    "factors": lambda p, words, DROPOUT: tile(_stays(words, DROPOUT).to(p.dtype)),
-    "_keep_bits": lambda words, DROPOUT: tile(_stays(words, DROPOUT)),
+    "factors": _factors,
     "times": lambda p, factor: tile(p * factor),
-    "marked": lambda p, keep: tile(torch.where(keep, p, -p)),
+    "turns": lambda factor: tile(factor * 2 - 1),
+    "marked": lambda p, factor: tile(torch.where(factor == 0, -p, p)),
     "positive": lambda p, dtype: tile(torch.relu(p).to(dtype)),
     "_exchange": _exchange,
     "exp2": _exp2,

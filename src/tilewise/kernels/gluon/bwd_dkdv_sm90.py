@@ -9,9 +9,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..triton import score, tiles
+from ..triton import pairs, score, tiles
 from .barriers import retire
-from .dropout import ds_of_marked, keep_bits_transposed, marked, positive
+from .dropout import ds_of_marked, keep_factors_transposed
 from .gradient import block_of_keys, statistics, statistics_place
 from .ptx import bar_sync, exp2, opaque_zero
 from .rows import clear_slack, load_seen, load_with_statistic, store_tile
@@ -23,6 +23,8 @@ from .twins import twin
 keys_of = twin(tiles.keys_of)
 rows_of = twin(tiles.rows_of)
 slope_of = twin(score.slope_of)
+times = twin(pairs.times)
+turns = twin(pairs.turns)
 
 # TENSORS  (q, k, v, dout, lse, delta, dk, dv): TMA descriptors; lse and delta are the backward's
 #          own, in the order that ``statistics`` says
@@ -134,12 +136,12 @@ def _values_step(
     if cut:
         s = hide(s, i[None, :], j[:, None], MASK)
     p = exp2(to_m(s, SCORE) - lse)
-    if DROPOUT[0] is not None:
-        p = marked(p, keep_bits_transposed(p, DROPOUT, m_start, n_start))
-        pz = positive(p, dtype)
-    else:
-        pz = p.to(dtype)
+    pz = p.to(dtype)
     g = (p * dcap).to(dtype)
+    if DROPOUT[0] is not None:
+        z = keep_factors_transposed(pz, DROPOUT, m_start, n_start)
+        pz = times(pz, z)
+        g = times(g, turns(z))
     # what dS needs: P times the softcap's derivative; what is dropped has a minus
     BUFFERS[6].index(st).store(g)
     mbarrier.arrive(p_full.index(st), count=1)
@@ -240,7 +242,7 @@ def _keys_step(
     dp = warpgroup_mma_wait(0, deps=[dp])
     mbarrier.arrive(dout_empty.index(st), count=1)
     mbarrier.arrive(p_empty.index(st), count=1)
-    if DROPOUT:
+    if DROPOUT:  # the sign says what is dropped
         ds = ds_of_marked(g, dp, minus_delta)
     else:
         ds = g * dp

@@ -20,22 +20,24 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ..triton import pairs
 from .bwd_steps_sm90 import (
     ROWS,
-    bits_of_dropout,
     dq_of,
     in_register_order,
+    kept_by_dropout,
     next_stage,
     place_of_dq,
-    rounded,
     rows_of_stage,
     start_of_dp,
     weights,
 )
-from .dropout import ds_of_marked
 from .gradient import statistics
 from .ptx import opaque_zero
 from .tma import async_add, store_wait
+from .twins import twin
+
+times = twin(pairs.times)
 
 
 @gluon.jit
@@ -73,6 +75,7 @@ def narrow_step(
     BLOCK_D: gl.constexpr = TILE[0]
     DQ: gl.constexpr = TENSORS[6] is not None
     DROPOUT: gl.constexpr = GIVEN[5][5] is not None
+    dtype: gl.constexpr = TENSORS[0].dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     a_layout: gl.constexpr = gl.DotOperandLayout(0, s_layout, 2)
     ds_s, dq_s = BUFFERS[6], BUFFERS[7]
@@ -84,26 +87,26 @@ def narrow_step(
     mbarrier.wait(dout_full.index(st), parity)
     start = start_of_dp(delta, GIVEN, s_layout)
     lse = statistics(BUFFERS[4].index(st), ROWS, s_layout)
-    keep = 0
     if DROPOUT:
-        keep = bits_of_dropout(m_start, GIVEN, PLACE, s_layout)
+        z = kept_by_dropout(m_start, GIVEN, PLACE, s_layout)
     x = warpgroup_mma_wait(0, deps=[x])
     dp = warpgroup_mma(HALF[1], do.permute([1, 0]), start, use_acc=not DROPOUT, is_async=True)
     if DQ:
         mbarrier.wait(ds_full, bit)
         dq = dq_of(ds_s, BUFFERS[2], PLACE[4], bit ^ 1, opaque_zero(st), CONSUMER, BLOCK_D)
-    p, dcap = weights(x, lse, m_start, keep, GIVEN, PLACE, CUT, TILE[2])
-    p_a = gl.convert_layout(rounded(p, GIVEN), a_layout, assert_trivial=True)
+    p, dcap = weights(x, lse, m_start, GIVEN, PLACE, CUT, TILE[2])
+    kept = p.to(dtype)
+    if DROPOUT:
+        kept = times(kept, z)
+    p_a = gl.convert_layout(kept, a_layout, assert_trivial=True)
     dv = warpgroup_mma(p_a, do, dv, is_async=True)
     if DQ:
         dp, dq = warpgroup_mma_wait(1, deps=[dp, dq])
     else:
         dp = warpgroup_mma_wait(1, deps=[dp])
     if DROPOUT:
-        ds = ds_of_marked(p, dp, statistics(delta, ROWS, s_layout))
-    else:
-        ds = p * dp
-    ds = (ds * dcap).to(TENSORS[0].dtype)
+        dp = dp * z.to(gl.float32) + statistics(delta, ROWS, s_layout)
+    ds = (p * dp * dcap).to(dtype)
     if DQ:
         store_wait(0)
         dq_s.index(CONSUMER).store(in_register_order(dq, BLOCK_D // 2))

@@ -1,7 +1,7 @@
 """What the steps of the one-pass backward share; a step is a block of rows, by a warpgroup.
 
-``bwd_narrow_sm90`` has those of heads up to 64 wide, ``bwd_wide_sm90`` those of wider ones, and each
-how a tile begins and ends.
+``bwd_narrow_sm90`` has those of heads up to 64 wide, ``bwd_wide_sm90`` those of wider ones; each
+has how a tile begins and ends too.
 
 TENSORS  (q, k, v, dout, lse, delta, dq, dk, dv): TMA descriptors; lse, delta and dq are the
          backward's own, in the orders that ``statistics`` and ``in_register_order`` say. delta
@@ -26,7 +26,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
 from ..triton import score
-from .dropout import keep_bits_transposed, marked, positive
+from .dropout import keep_factors_transposed
 from .gradient import statistics, statistics_place
 from .ptx import exp2
 from .score import scores
@@ -94,17 +94,17 @@ def start_of_dp(delta, GIVEN, layout: gl.constexpr):
 
 
 @gluon.jit
-def bits_of_dropout(m_start, GIVEN, PLACE, layout: gl.constexpr):
-    """What dropout keeps of P^T; it needs no scores."""
+def kept_by_dropout(m_start, GIVEN, PLACE, layout: gl.constexpr):
+    """Z^T: 1 where dropout keeps a weight, else 0; it needs no scores and is ready before them."""
+    dtype: gl.constexpr = GIVEN[0][0].dtype
     DROPOUT = GIVEN[5][5], GIVEN[5][6], PLACE[1], PLACE[0]
-    return keep_bits_transposed(
-        gl.full([64, ROWS], 0.0, gl.float32, layout), DROPOUT, m_start, PLACE[3]
-    )
+    like = gl.full([64, ROWS], 0.0, dtype, layout)
+    return keep_factors_transposed(like, DROPOUT, m_start, PLACE[3])
 
 
 @gluon.jit
-def weights(x, lse, m_start, keep, GIVEN, PLACE, CUT: gl.constexpr, APPROX_TANH: gl.constexpr):
-    """P^T of a block of rows from S^T, marked by what dropout keeps, and the factor of softcap."""
+def weights(x, lse, m_start, GIVEN, PLACE, CUT: gl.constexpr, APPROX_TANH: gl.constexpr):
+    """P^T of a block of rows from S^T, and the factor of softcap."""
     layout: gl.constexpr = x.type.layout
     OPERANDS = GIVEN[5]
     SCORE = (
@@ -122,21 +122,7 @@ def weights(x, lse, m_start, keep, GIVEN, PLACE, CUT: gl.constexpr, APPROX_TANH:
         i = m_start + gl.arange(0, ROWS, layout=gl.SliceLayout(0, layout))
         j = PLACE[3] + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
         s = hide(s, i[None, :], j[:, None], PLACE[7])
-    p = exp2(to_m(s, SCORE) - lse)
-    if OPERANDS[5] is not None:
-        p = marked(p, keep)
-    return p, dcap
-
-
-@gluon.jit
-def rounded(p, GIVEN):
-    """What dropout leaves of P, in the inputs' dtype."""
-    dtype: gl.constexpr = GIVEN[0][0].dtype
-    if GIVEN[5][5] is None:
-        kept = p.to(dtype)
-    else:
-        kept = positive(p, dtype)
-    return kept
+    return exp2(to_m(s, SCORE) - lse), dcap
 
 
 @gluon.jit

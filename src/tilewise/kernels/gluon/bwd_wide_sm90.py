@@ -23,17 +23,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from .bwd_steps_sm90 import (
     ROWS,
-    bits_of_dropout,
     dq_of,
     in_register_order,
+    kept_by_dropout,
     next_stage,
     place_of_dq,
-    rounded,
     rows_of_stage,
     start_of_dp,
     weights,
 )
-from .dropout import ds_of_marked
+from .dropout import ds_of_marked, marked, positive
 from .gradient import statistics
 from .ptx import block_boundary, opaque_zero
 from .tma import async_add, store_wait
@@ -53,15 +52,25 @@ def _issue_s(st, zero, GIVEN, PLACE, CONSUMER: gl.constexpr, TILE: gl.constexpr)
 def _begun(x, st, m_start, GIVEN, PLACE, CUT: gl.constexpr, TILE: gl.constexpr):
     """What a step begins with: p and kept."""
     layout: gl.constexpr = x.type.layout
-    keep = 0
-    if GIVEN[5][5] is not None:
-        keep = bits_of_dropout(m_start, GIVEN, PLACE, layout)
     lse = statistics(GIVEN[1][4].index(st), ROWS, layout)
-    p, dcap = weights(x, lse, m_start, keep, GIVEN, PLACE, CUT, TILE[2])
+    p, dcap = weights(x, lse, m_start, GIVEN, PLACE, CUT, TILE[2])
+    if GIVEN[5][5] is not None:
+        p = marked(p, kept_by_dropout(m_start, GIVEN, PLACE, layout))
     kept = 0
     if GIVEN[5][2] is not None:
-        kept = rounded(p, GIVEN)
+        kept = _rounded(p, GIVEN)
     return p * dcap, kept
+
+
+@gluon.jit
+def _rounded(p, GIVEN):
+    """What dropout leaves of P, in the inputs' dtype."""
+    dtype: gl.constexpr = GIVEN[0][0].dtype
+    if GIVEN[5][5] is None:
+        kept = p.to(dtype)
+    else:
+        kept = positive(p, dtype)
+    return kept
 
 
 @gluon.jit
@@ -115,7 +124,7 @@ def wide_step(
     dp = warpgroup_mma(v, do.permute([1, 0]), start, use_acc=not DROPOUT, is_async=True)
     p_half = kept
     if GIVEN[5][2] is None:
-        p_half = rounded(p, GIVEN)
+        p_half = _rounded(p, GIVEN)
     p_a = gl.convert_layout(p_half, a_layout, assert_trivial=True)
     dv = warpgroup_mma(p_a, do, dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=[dp])

@@ -9,6 +9,7 @@ from .twins import twin
 
 philox = twin(triton_dropout.philox)
 factors = twin(pairs.factors)
+marked = twin(pairs.marked)
 positive = twin(pairs.positive)
 
 
@@ -82,65 +83,9 @@ def _exchange(w00, w01, w10, w11, odd):
     )  # fmt: skip
 
 
-@gluon.constexpr_function
-def _constraints(n, results, operands):
-    return ",".join([f"=&{results}"] * n + [x for x in operands for _ in range(n)])
-
-
-@gluon.constexpr_function
-def _bits(n):
-    # a pair's lanes become 0 or 1 as in ``pairs.factors``; those of pairs before move up
-    asm = "{ .reg .b32 keep, bits, one; mov.b32 one, 0x10001; mov.b32 bits, 0; "
-    for i in range(0, n, 2):
-        asm += (
-            f"max.u16x2 keep, ${n + i}, ${2 * n}; add.u16x2 keep, keep, ${3 * n}; "
-            "min.u16x2 keep, keep, one; mad.lo.u32 bits, bits, 2, keep; "
-        )
-    return asm + "".join(f"mov.b32 ${i}, bits; " for i in range(n)) + "}"
-
-
 @gluon.jit
-def _keep_bits(words, DROPOUT):
-    """Of a thread's 32 elements a bit each, in one register, that says whether it stays. Of two
-    neighbours the first has the lower half of their word."""
-    t = DROPOUT[1].to(gl.int32)
-    a = gl.abs(t - 1) * 0x10001
-    b = (gl.minimum(1 - t, 0) & 0xFFFF) * 0x10001
-    return gl.inline_asm_elementwise(
-        _bits(32), _constraints(32, "r", "rrr"), [words, a, b],
-        dtype=gl.int32, is_pure=True, pack=32,
-    )  # fmt: skip
-
-
-@gluon.constexpr_function
-def _marked(n):
-    asm = "{ .reg .b32 y; "
-    for i in range(n):
-        place = n // 2 - 1 - i // 2 + n // 2 * (i % 2)
-        # p | (~y & 2^31)
-        asm += f"shl.b32 y, ${2 * n}, {31 - place}; "
-        asm += f"lop3.b32 ${i}, ${n + i}, y, 0x80000000, 0xF2; "
-    return asm + "}"
-
-
-@gluon.jit
-def marked(p, keep):
-    """p >= 0 in float32, (64, 64), with a minus where ``keep``, of ``keep_bits_transposed``, says
-    that it goes: P and what dropout leaves of it in the same registers."""
-    return gl.inline_asm_elementwise(
-        _marked(32), _constraints(32, "f", "fr"), [p, keep], dtype=gl.float32, is_pure=True, pack=32
-    )
-
-
-@gluon.jit
-def ds_of_marked(p, dp, minus_delta):
-    """dS = P (Z dP - delta), of P as ``marked`` leaves it, in float32."""
-    return gl.maximum(p, 0.0) * dp + gl.abs(p) * minus_delta
-
-
-@gluon.jit
-def keep_bits_transposed(p, DROPOUT, m_start, n_start):
-    """``_keep_bits`` of p transposed, (64 keys, 64 rows), at (n_start, m_start).
+def keep_factors_transposed(p, DROPOUT, m_start, n_start):
+    """``keep_factors`` for p transposed, (keys, rows), at (n_start, m_start).
 
     A thread holds one column of each pair, so that two threads share the draws of both.
     """
@@ -165,4 +110,10 @@ def keep_bits_transposed(p, DROPOUT, m_start, n_start):
     words = gl.join(gl.join(w00, w10), gl.join(w01, w11))  # half of rows, half of keys
     words = gl.permute(gl.join(words, words), [0, 5, 1, 2, 4, 3, 6])
     words = gl.convert_layout(gl.reshape(words, p.shape), layout, assert_trivial=True)
-    return _keep_bits(words, DROPOUT)
+    return factors(p, words, DROPOUT)
+
+
+@gluon.jit
+def ds_of_marked(p, dp, minus_delta):
+    """dS = P (Z dP - delta) in float32, of P as ``marked`` leaves it."""
+    return gl.maximum(p, 0.0) * dp + gl.abs(p) * minus_delta

@@ -13,6 +13,20 @@ _FACTORS = (
 )
 _FACTORS_F16: tl.constexpr = tl.constexpr(_FACTORS + "0x3C00; }")
 _FACTORS_BF16: tl.constexpr = tl.constexpr(_FACTORS + "0x3F80; }")
+_TURNS = "{ .reg .b32 two, one; mov.b32 two, 0x40004000; mov.b32 one, "
+_TURNS_F16: tl.constexpr = tl.constexpr(_TURNS + "0xBC00BC00; fma.rn.f16x2 $0, $1, two, one; }")
+_TURNS_BF16: tl.constexpr = tl.constexpr(_TURNS + "0xBF80BF80; fma.rn.bf16x2 $0, $1, two, one; }")
+# Bit 13 of a half is 1 in a factor of 1, in both dtypes: p | ~(factor moved up) & the sign's bit.
+_MARKED: tl.constexpr = tl.constexpr(
+    "{ .reg .b32 y; shl.b32 y, $4, 18; lop3.b32 $0, $2, y, 0x80000000, 0xF2; "
+    "shl.b32 y, $4, 2; lop3.b32 $1, $3, y, 0x80000000, 0xF2; }"
+)
+_TURNS = "{ .reg .b32 two, one; mov.b32 two, 0x40004000; mov.b32 one, "
+_TURNS_F16: tl.constexpr = tl.constexpr(_TURNS + "0xBC00BC00; fma.rn.f16x2 $0, $1, two, one; }")
+_TURNS_BF16: tl.constexpr = tl.constexpr(_TURNS + "0xBF80BF80; fma.rn.bf16x2 $0, $1, two, one; }")
+_NONZERO = "{ .reg .b32 zero; mov.b32 zero, 0; set.neu."
+_NONZERO_F16: tl.constexpr = tl.constexpr(_NONZERO + "f16x2.f16x2 $0, $1, zero; }")
+_NONZERO_BF16: tl.constexpr = tl.constexpr(_NONZERO + "bf16x2.bf16x2 $0, $1, zero; }")
 
 
 @triton.jit
@@ -46,8 +60,26 @@ def times(p, factor):
 
 
 @triton.jit
+def turns(factor):
+    """1 where factor is 1, -1 where it is 0."""
+    return tl.inline_asm_elementwise(
+        _TURNS_F16 if factor.dtype == tl.float16 else _TURNS_BF16,
+        "=r,r", [factor], dtype=factor.dtype, is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@triton.jit
+def marked(p, factor):
+    """p >= 0 in float32, with a minus where factor is 0: P and what dropout leaves of it in the
+    registers of P."""
+    return tl.inline_asm_elementwise(
+        _MARKED, "=&f,=&f,f,f,r", [p, factor], dtype=tl.float32, is_pure=True, pack=2
+    )
+
+
+@triton.jit
 def positive(p, dtype: tl.constexpr):
-    """p, float32, rounded to ``dtype``; 0 where it is negative."""
+    """p, float32, rounded to ``dtype``, and 0 where it is negative."""
     return tl.inline_asm_elementwise(
         "cvt.rn.relu.f16x2.f32 $0, $2, $1;" if dtype == tl.float16
         else "cvt.rn.relu.bf16x2.f32 $0, $2, $1;",
