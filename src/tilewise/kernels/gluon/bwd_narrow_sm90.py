@@ -25,6 +25,7 @@ from .bwd_steps_sm90 import (
     ROWS,
     dq_of,
     in_register_order,
+    issue_s,
     kept_by_dropout,
     next_stage,
     place_of_dq,
@@ -42,26 +43,18 @@ times = twin(pairs.times)
 
 @gluon.jit
 def narrow_begin(
-    dk, dv, st, parity, bit, m_start, left, HALF, GIVEN, PLACE, CONSUMER: gl.constexpr,
-    TILE: gl.constexpr,
+    x, dk, dv, st, parity, bit, left, GIVEN, CONSUMER: gl.constexpr, TILE: gl.constexpr
 ):  # fmt: skip
-    """S^T of a tile's first block of rows; the first step adds zeros in place of dQ of a block
-    before."""
-    dtype: gl.constexpr = GIVEN[0][0].dtype
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    """A tile's first block of rows, of which S^T is in flight. dS of a block before is 0, and its
+    dQ goes outside of dQ."""
     plain: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
-    mbarrier.wait(GIVEN[2][2].index(st), parity)
-    q, _do = rows_of_stage(GIVEN[1], st, TILE[0])
-    nothing = gl.full([64, ROWS], 0.0, gl.float32, s_layout)
-    x = warpgroup_mma(HALF[0], q.permute([1, 0]), nothing, use_acc=False, is_async=True)
-    dq_row = 0
     if GIVEN[0][6] is not None:
-        GIVEN[1][6].index(bit * 2 + CONSUMER).store(gl.full([64, ROWS], 0.0, dtype, plain))
+        nothing = gl.full([64, ROWS], 0.0, GIVEN[0][0].dtype, plain)
+        GIVEN[1][6].index(bit * 2 + CONSUMER).store(nothing)
         fence_async_shared()
         mbarrier.arrive(GIVEN[2][5], count=1)
         bit ^= 1
-        dq_row = place_of_dq(PLACE, m_start, GIVEN, CONSUMER, TILE)
-    return x, dk, dv, st, parity, bit, dq_row, left
+    return x, dk, dv, st, parity, bit, -TILE[0], left
 
 
 @gluon.jit
@@ -120,9 +113,7 @@ def narrow_step(
     mbarrier.wait(q_full.index(after), after_parity, pred=left > 1)
     dv = warpgroup_mma_wait(1, deps=[dv])
     # after the last block: a product of what is left there, which nobody reads
-    q_after, _do = rows_of_stage(BUFFERS, after, BLOCK_D)
-    nothing = gl.full([64, ROWS], 0.0, gl.float32, s_layout)
-    x = warpgroup_mma(HALF[0], q_after.permute([1, 0]), nothing, use_acc=False, is_async=True)
+    x = issue_s(HALF[0], after, GIVEN, TILE)
     dk = warpgroup_mma_wait(1, deps=[dk])
     mbarrier.arrive(empty.index(st), count=1)
     return x, dk, dv, after, after_parity, bit ^ 1, dq_row, left - 1

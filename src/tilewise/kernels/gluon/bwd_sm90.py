@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ..triton import tiles
 from .barriers import retire
 from .bwd_narrow_sm90 import narrow_begin, narrow_end, narrow_step
-from .bwd_steps_sm90 import KEYS, ROWS, slope_at
+from .bwd_steps_sm90 import KEYS, ROWS, issue_s, keys_of_warpgroup, slope_at
 from .bwd_wide_sm90 import wide_begin, wide_end, wide_step
 from .gradient import block_of_keys, statistics_place
 from .ptx import bar_sync
@@ -248,6 +248,15 @@ def _visit(
 
 
 @gluon.jit
+def _free_tile_before(GIVEN, turn, TILE: gl.constexpr):
+    """Gives the producer the memory through which dK and dV of the tile before have left."""
+    store_wait(0)
+    mbarrier.arrive(GIVEN[2][7].index(turn % 2 ^ 1), count=1, pred=turn > 0)
+    if TILE[0] == 64:
+        mbarrier.arrive(GIVEN[2][10].index(turn % 2 ^ 1), count=1, pred=turn > 0)
+
+
+@gluon.jit
 def _columns(x, HALF: gl.constexpr, layout: gl.constexpr):
     """Columns 64 HALF to 64 HALF + 63 of a tile of 128."""
     halves = gl.split(gl.permute(gl.reshape(x, [64, 2, 64]), [0, 2, 1]))
@@ -266,7 +275,7 @@ def _consume(GIVEN, RESULTS, num_tiles, CONSUMER: gl.constexpr, TILE: gl.constex
     a_layout: gl.constexpr = gl.DotOperandLayout(0, s_layout, 2)
     dk_rows, dv_rows, dk_strides, dv_strides = RESULTS
     k_s, v_s, ds_s = BUFFERS[2], BUFFERS[3], BUFFERS[6]
-    k_full, v_full, k_empty, v_empty = BARRIERS[0], BARRIERS[1], BARRIERS[7], BARRIERS[10]
+    k_full, v_full, v_empty = BARRIERS[0], BARRIERS[1], BARRIERS[10]
     VALUE_STAGES: gl.constexpr = _value_stages(BLOCK_D)
     CUT_ON_THE_RIGHT: gl.constexpr = 2 if TILE[3] == 2 else 0  # where in a tile such blocks are
     st, parity, bit = 0, 0, 0
@@ -290,10 +299,6 @@ def _consume(GIVEN, RESULTS, num_tiles, CONSUMER: gl.constexpr, TILE: gl.constex
         mbarrier.wait(k_full.index(slot), turn // 2 & 1)
         if NARROW:
             mbarrier.wait(v_full.index(value_slot), value_phase)
-        store_wait(0)  # dK and dV of the tile before
-        mbarrier.arrive(k_empty.index(slot ^ 1), count=1, pred=turn > 0)
-        if NARROW:
-            mbarrier.arrive(v_empty.index(value_slot ^ 1), count=1, pred=turn > 0)
         if m0 < m3:
             first = head_kv * SIZES[2]
             FIRST = (
@@ -304,18 +309,21 @@ def _consume(GIVEN, RESULTS, num_tiles, CONSUMER: gl.constexpr, TILE: gl.constex
             whole = m3
             if SIZES[9] is not None:
                 whole = m2
+            mbarrier.wait(BARRIERS[2].index(st), parity)
+            k = keys_of_warpgroup(keys, GIVEN, CONSUMER, TILE)
+            x = issue_s(k, st, GIVEN, TILE)
+            _free_tile_before(GIVEN, turn, TILE)
             HALF = None
             if NARROW:
-                HALF = (
-                    k_s.index(keys + CONSUMER).reshape([64, BLOCK_D]).load(a_layout),
-                    v_s.index(keys + CONSUMER).reshape([64, BLOCK_D]).load(a_layout),
-                )
+                v = v_s.index(keys + CONSUMER).reshape([64, BLOCK_D])
+                HALF = k.load(a_layout), v.load(a_layout)
                 left = (m3 - m0) // ROWS * SIZES[2]
-                state = narrow_begin(
-                    dk, dv, st, parity, bit, m_start, left, HALF, GIVEN, FIRST, CONSUMER, TILE
-                )
+                state = narrow_begin(x, dk, dv, st, parity, bit, left, GIVEN, CONSUMER, TILE)
             else:
-                state = wide_begin(dk, dv, st, parity, bit, m_start, GIVEN, FIRST, CONSUMER, TILE)
+                cut = (m_start < m1) | (m_start >= whole)
+                state = wide_begin(
+                    x, dk, dv, st, parity, bit, m_start, cut, GIVEN, FIRST, CONSUMER, TILE
+                )
                 mbarrier.wait(v_full.index(0), value_phase)
             for head in range(first, first + SIZES[2]):
                 PLACE = (
@@ -344,9 +352,11 @@ def _consume(GIVEN, RESULTS, num_tiles, CONSUMER: gl.constexpr, TILE: gl.constex
             else:
                 dk, dv, st, parity, bit = wide_end(state, GIVEN, FIRST, CONSUMER, TILE)
                 mbarrier.arrive(v_empty.index(0), count=1)
-        elif not NARROW:
-            mbarrier.wait(v_full.index(0), value_phase)
-            mbarrier.arrive(v_empty.index(0), count=1)
+        else:
+            _free_tile_before(GIVEN, turn, TILE)
+            if not NARROW:
+                mbarrier.wait(v_full.index(0), value_phase)
+                mbarrier.arrive(v_empty.index(0), count=1)
         dk = dk * OPERANDS[1]
         if OPERANDS[5] is not None:
             dv = dv * OPERANDS[7]

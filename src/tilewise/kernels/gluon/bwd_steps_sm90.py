@@ -85,6 +85,21 @@ def rows_of_stage(BUFFERS, st, BLOCK_D: gl.constexpr):
 
 
 @gluon.jit
+def issue_s(k, st, GIVEN, TILE: gl.constexpr):
+    """S^T = K Q^T, in flight."""
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    q, _do = rows_of_stage(GIVEN[1], st, TILE[0])
+    nothing = gl.full([64, ROWS], 0.0, gl.float32, s_layout)
+    return warpgroup_mma(k, q.permute([1, 0]), nothing, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def keys_of_warpgroup(keys, GIVEN, CONSUMER: gl.constexpr, TILE: gl.constexpr):
+    """The warpgroup's half of K."""
+    return GIVEN[1][2].index(keys + CONSUMER).reshape([64, TILE[0]])
+
+
+@gluon.jit
 def start_of_dp(delta, GIVEN, layout: gl.constexpr):
     """dP starts at -delta, unless dropout comes between them."""
     start = gl.full([64, ROWS], 0.0, gl.float32, layout)
@@ -103,7 +118,7 @@ def kept_by_dropout(m_start, GIVEN, PLACE, layout: gl.constexpr):
 
 
 @gluon.jit
-def weights(x, lse, m_start, GIVEN, PLACE, CUT: gl.constexpr, APPROX_TANH: gl.constexpr):
+def weights(x, lse, m_start, GIVEN, PLACE, cut, APPROX_TANH: gl.constexpr):
     """P^T of a block of rows from S^T, and the factor of softcap."""
     layout: gl.constexpr = x.type.layout
     OPERANDS = GIVEN[5]
@@ -118,7 +133,7 @@ def weights(x, lse, m_start, GIVEN, PLACE, CUT: gl.constexpr, APPROX_TANH: gl.co
         None,
     )
     s, dcap = scores(x, m_start, PLACE[3], SCORE, PLACE[7], True, APPROX_TANH)
-    if CUT:
+    if cut:
         i = m_start + gl.arange(0, ROWS, layout=gl.SliceLayout(0, layout))
         j = PLACE[3] + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
         s = hide(s, i[None, :], j[:, None], PLACE[7])

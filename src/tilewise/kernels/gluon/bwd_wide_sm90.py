@@ -25,7 +25,9 @@ from .bwd_steps_sm90 import (
     ROWS,
     dq_of,
     in_register_order,
+    issue_s,
     kept_by_dropout,
+    keys_of_warpgroup,
     next_stage,
     place_of_dq,
     rows_of_stage,
@@ -39,22 +41,11 @@ from .tma import async_add, store_wait
 
 
 @gluon.jit
-def _issue_s(st, zero, GIVEN, PLACE, CONSUMER: gl.constexpr, TILE: gl.constexpr):
-    """S^T = K Q^T, in flight."""
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
-    k = GIVEN[1][2].index(PLACE[4] + CONSUMER + zero).reshape([64, TILE[0]])
-    q, _do = rows_of_stage(GIVEN[1], st, TILE[0])
-    nothing = gl.full([64, ROWS], 0.0, gl.float32, s_layout)
-    return warpgroup_mma(k, q.permute([1, 0]), nothing, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def _begun(x, st, m_start, GIVEN, PLACE, CUT: gl.constexpr, TILE: gl.constexpr):
+def _begun(x, lse, m_start, GIVEN, PLACE, cut, TILE: gl.constexpr):
     """What a step begins with: p and kept."""
-    layout: gl.constexpr = x.type.layout
-    lse = statistics(GIVEN[1][4].index(st), ROWS, layout)
-    p, dcap = weights(x, lse, m_start, GIVEN, PLACE, CUT, TILE[2])
+    p, dcap = weights(x, lse, m_start, GIVEN, PLACE, cut, TILE[2])
     if GIVEN[5][5] is not None:
+        layout: gl.constexpr = x.type.layout
         p = marked(p, kept_by_dropout(m_start, GIVEN, PLACE, layout))
     kept = 0
     if GIVEN[5][2] is not None:
@@ -75,21 +66,22 @@ def _rounded(p, GIVEN):
 
 @gluon.jit
 def wide_begin(
-    dk, dv, st, parity, bit, m_start, GIVEN, PLACE, CONSUMER: gl.constexpr, TILE: gl.constexpr
+    x, dk, dv, st, parity, bit, m_start, cut, GIVEN, PLACE, CONSUMER: gl.constexpr,
+    TILE: gl.constexpr,
 ):  # fmt: skip
-    """P^T of a tile's first block of rows; the first step adds zeros in place of dQ of a block
-    before."""
+    """A tile's first block of rows, of which S^T is in flight. dQ of a block before is 0, and its
+    place outside of dQ."""
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE[0] // 2, 16])
-    mbarrier.wait(GIVEN[2][2].index(st), parity)
-    x = _issue_s(st, 0, GIVEN, PLACE, CONSUMER, TILE)
+    lse = statistics(GIVEN[1][4].index(st), ROWS, s_layout)
     dq = 0
     row = 0
     if GIVEN[0][6] is not None:
         dq = warpgroup_mma_init(gl.full([64, TILE[0] // 2], 0.0, gl.float32, dq_layout))
         row = place_of_dq(PLACE, m_start, GIVEN, CONSUMER, TILE)
     x = warpgroup_mma_wait(0, deps=[x])
-    p, kept = _begun(x, st, m_start, GIVEN, PLACE, True, TILE)
-    return p, kept, dq, dk, dv, st, parity, bit, row, row
+    p, kept = _begun(x, lse, m_start, GIVEN, PLACE, cut, TILE)
+    return p, kept, dq, dk, dv, st, parity, bit, -TILE[0], row
 
 
 @gluon.jit
@@ -141,14 +133,16 @@ def wide_step(
     dv = warpgroup_mma_wait(0, deps=[dv])  # its operand P leaves its registers
     if MORE:
         mbarrier.wait(q_full.index(after), after_parity)
-        x = _issue_s(after, zero, GIVEN, PLACE, CONSUMER, TILE)
+        k = keys_of_warpgroup(PLACE[4] + zero, GIVEN, CONSUMER, TILE)
+        x = issue_s(k, after, GIVEN, TILE)
     dk = warpgroup_mma(ds_a, q, dk, is_async=True)
     if DQ:
         async_add(TENSORS[6], [dq_row, 0], dq_s.index(CONSUMER))
         dq_row = row
     if MORE:
+        lse = statistics(BUFFERS[4].index(after), ROWS, s_layout)
         x = warpgroup_mma_wait(1, deps=[x])
-        p, kept = _begun(x, after, m_next, GIVEN, PLACE, CUT, TILE)
+        p, kept = _begun(x, lse, m_next, GIVEN, PLACE, CUT, TILE)
     if DQ:
         if MORE:
             row = place_of_dq(PLACE, m_next, GIVEN, CONSUMER, TILE)
