@@ -43,7 +43,7 @@ times = twin(pairs.times)
 
 @gluon.jit
 def narrow_begin(
-    x, dk, dv, st, parity, bit, left, GIVEN, CONSUMER: gl.constexpr, TILE: gl.constexpr
+    x, dk, dv, st, parity, bit, left, row, GIVEN, CONSUMER: gl.constexpr, TILE: gl.constexpr
 ):  # fmt: skip
     """A tile's first block of rows, of which S^T is in flight. dS of a block before is 0, and its
     dQ goes outside of dQ."""
@@ -54,7 +54,7 @@ def narrow_begin(
         fence_async_shared()
         mbarrier.arrive(GIVEN[2][5], count=1)
         bit ^= 1
-    return x, dk, dv, st, parity, bit, -TILE[0], left
+    return x, dk, dv, st, parity, bit, row, left
 
 
 @gluon.jit

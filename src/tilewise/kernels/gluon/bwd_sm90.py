@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ..triton import tiles
 from .barriers import retire
 from .bwd_narrow_sm90 import narrow_begin, narrow_end, narrow_step
-from .bwd_steps_sm90 import KEYS, ROWS, issue_s, keys_of_warpgroup, slope_at
+from .bwd_steps_sm90 import KEYS, ROWS, issue_s, keys_of_warpgroup, place_of_dq, slope_at
 from .bwd_wide_sm90 import wide_begin, wide_end, wide_step
 from .gradient import block_of_keys, statistics_place
 from .ptx import bar_sync
@@ -318,7 +318,10 @@ def _consume(GIVEN, RESULTS, num_tiles, CONSUMER: gl.constexpr, TILE: gl.constex
                 v = v_s.index(keys + CONSUMER).reshape([64, BLOCK_D])
                 HALF = k.load(a_layout), v.load(a_layout)
                 left = (m3 - m0) // ROWS * SIZES[2]
-                state = narrow_begin(x, dk, dv, st, parity, bit, left, GIVEN, CONSUMER, TILE)
+                row = 0
+                if TENSORS[6] is not None:
+                    row = place_of_dq(FIRST, m_start, GIVEN, CONSUMER, TILE)
+                state = narrow_begin(x, dk, dv, st, parity, bit, left, row, GIVEN, CONSUMER, TILE)
             else:
                 cut = (m_start < m1) | (m_start >= whole)
                 state = wide_begin(

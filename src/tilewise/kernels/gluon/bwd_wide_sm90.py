@@ -81,7 +81,7 @@ def wide_begin(
         row = place_of_dq(PLACE, m_start, GIVEN, CONSUMER, TILE)
     x = warpgroup_mma_wait(0, deps=[x])
     p, kept = _begun(x, lse, m_start, GIVEN, PLACE, cut, TILE)
-    return p, kept, dq, dk, dv, st, parity, bit, -TILE[0], row
+    return p, kept, dq, dk, dv, st, parity, bit, row, row
 
 
 @gluon.jit
