@@ -43,17 +43,20 @@ times = twin(pairs.times)
 
 @gluon.jit
 def narrow_begin(
-    x, dk, dv, st, parity, bit, left, row, GIVEN, CONSUMER: gl.constexpr, TILE: gl.constexpr
+    x, dk, dv, st, parity, bit, m_start, left, GIVEN, PLACE, CONSUMER: gl.constexpr,
+    TILE: gl.constexpr,
 ):  # fmt: skip
-    """A tile's first block of rows, of which S^T is in flight. dS of a block before is 0, and its
-    dQ goes outside of dQ."""
+    """A tile's first block of rows, of which S^T is in flight: the first step adds zeros to it in
+    place of dQ of a block before."""
     plain: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
+    row = 0
     if GIVEN[0][6] is not None:
         nothing = gl.full([64, ROWS], 0.0, GIVEN[0][0].dtype, plain)
         GIVEN[1][6].index(bit * 2 + CONSUMER).store(nothing)
         fence_async_shared()
         mbarrier.arrive(GIVEN[2][5], count=1)
         bit ^= 1
+        row = place_of_dq(PLACE, m_start, GIVEN, CONSUMER, TILE)
     return x, dk, dv, st, parity, bit, row, left
 
 

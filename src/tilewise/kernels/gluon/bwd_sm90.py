@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ..triton import tiles
 from .barriers import retire
 from .bwd_narrow_sm90 import narrow_begin, narrow_end, narrow_step
-from .bwd_steps_sm90 import KEYS, ROWS, issue_s, keys_of_warpgroup, place_of_dq, slope_at
+from .bwd_steps_sm90 import KEYS, ROWS, issue_s, keys_of_warpgroup, slope_at
 from .bwd_wide_sm90 import wide_begin, wide_end, wide_step
 from .gradient import block_of_keys, statistics_place
 from .ptx import bar_sync
@@ -318,10 +318,9 @@ def _consume(GIVEN, RESULTS, num_tiles, CONSUMER: gl.constexpr, TILE: gl.constex
                 v = v_s.index(keys + CONSUMER).reshape([64, BLOCK_D])
                 HALF = k.load(a_layout), v.load(a_layout)
                 left = (m3 - m0) // ROWS * SIZES[2]
-                row = 0
-                if TENSORS[6] is not None:
-                    row = place_of_dq(FIRST, m_start, GIVEN, CONSUMER, TILE)
-                state = narrow_begin(x, dk, dv, st, parity, bit, left, row, GIVEN, CONSUMER, TILE)
+                state = narrow_begin(
+                    x, dk, dv, st, parity, bit, m_start, left, GIVEN, FIRST, CONSUMER, TILE
+                )
             else:
                 cut = (m_start < m1) | (m_start >= whole)
                 state = wide_begin(
@@ -333,23 +332,21 @@ def _consume(GIVEN, RESULTS, num_tiles, CONSUMER: gl.constexpr, TILE: gl.constex
                     batch_id, head, start_q, n_start, keys, begin,
                     slope_at(OPERANDS, batch_id, head), MASK,
                 )  # fmt: skip
-                # wide heads: P^T of the tile's first block is there, and the end makes up for it
+                # wide heads: P^T of a tile's first block is there, and the end takes a step more
                 skip = 0 if NARROW else gl.where(head == first, ROWS, 0)
                 for part in gl.static_range(3):
-                    if part == CUT_ON_THE_RIGHT:
+                    if part == 1:
+                        m_from, m_to = m1, whole
+                    elif part == CUT_ON_THE_RIGHT:
+                        m_from, m_to = m0, m1
+                    else:
+                        m_from, m_to = whole, m3
+                    if part == 1 or part == CUT_ON_THE_RIGHT or SIZES[9] is not None:
                         state = _visit(
-                            state, m0, m1, skip, HALF, GIVEN, PLACE, True, CONSUMER, TILE
-                        )
-                        skip = 0 if NARROW else gl.where(m0 < m1, 0, skip)
-                    elif part == 1:
-                        state = _visit(
-                            state, m1, whole, skip, HALF, GIVEN, PLACE, False, CONSUMER, TILE
-                        )
-                        skip = 0 if NARROW else gl.where(m1 < whole, 0, skip)
-                    elif SIZES[9] is not None:
-                        state = _visit(
-                            state, whole, m3, skip, HALF, GIVEN, PLACE, True, CONSUMER, TILE
-                        )
+                            state, m_from, m_to, skip, HALF, GIVEN, PLACE, part != 1, CONSUMER,
+                            TILE,
+                        )  # fmt: skip
+                        skip = 0 if NARROW else gl.where(m_from < m_to, 0, skip)
             if NARROW:
                 dk, dv, st, parity, bit = narrow_end(state, GIVEN, FIRST, CONSUMER, TILE)
             else:

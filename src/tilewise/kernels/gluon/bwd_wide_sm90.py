@@ -69,8 +69,8 @@ def wide_begin(
     x, dk, dv, st, parity, bit, m_start, cut, GIVEN, PLACE, CONSUMER: gl.constexpr,
     TILE: gl.constexpr,
 ):  # fmt: skip
-    """A tile's first block of rows, of which S^T is in flight. dQ of a block before is 0, and its
-    place outside of dQ."""
+    """A tile's first block of rows, of which S^T is in flight: the first step adds zeros to it in
+    place of dQ of a block before."""
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE[0] // 2, 16])
     lse = statistics(GIVEN[1][4].index(st), ROWS, s_layout)
