@@ -75,8 +75,8 @@ def test_a_feature_of_the_one_pass_backward(
 ) -> None:
     features = [*more, feature] + ["varlen"] * (feature == "seqused")
     answer = compiler(kernel="bwd_sm90", head_dim=head_dim, mask="causal", features=features)
-    # dropout at d 128: 26 in a loop of 738 instructions, which is faster than 10 in one of 882 was
-    check(answer, 4, 32 if feature in ("softcap", "dropout") else 24)
+    # dropout at d 128: 13 stores in loops of some 750 instructions (whole blocks) and 1,000
+    check(answer, 4, 48 if feature == "dropout" else 24)
 
 
 @pytest.mark.parametrize("mask", ["full", "causal", "window"])
@@ -130,6 +130,6 @@ def test_alibi_converts_no_number_per_element(
 @pytest.mark.parametrize("version", VERSIONS)
 def test_other_versions_of_triton(version: str, compiler: Callable[..., Any]) -> None:
     check(compiler(version, kernel="fwd_sm90", mask="causal"), 2)
-    check(compiler(version, kernel="bwd_sm90", mask="causal"), 4, 32)
+    check(compiler(version, kernel="bwd_sm90", mask="causal"), 4, 24)
     for kernel in TWO_PASS:
         check(compiler(version, kernel=kernel, head_dim=256, mask="causal"), 2)
